@@ -1,0 +1,1 @@
+"""The decode pool's role: policy, kv.v1 sessions, main."""

@@ -1,0 +1,1 @@
+"""The phase-free inference engine that serves both pools."""

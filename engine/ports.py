@@ -1,0 +1,132 @@
+"""What an engine needs from the outside: small interfaces that workers implement and tests script.
+
+All methods are called on the engine thread and must not block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twinpool.engine.commands import FirstToken
+from twinpool.engine.request import FailureCode, FinishReason, Request, RequestStats, TokenLogprob
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """New tokens of one choice in one step. ``index`` is the output index of the first token in ``token_ids``.
+
+    ``stats`` and the three durations (seconds) are set with the attempt's first token here and with its finish.
+    """
+
+    origin: int
+    attempt_id: int
+    choice: int
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    stats: RequestStats | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """An attempt that ended without finishing. ``field`` names the request field at fault for INVALID."""
+
+    origin: int
+    attempt_id: int
+    code: FailureCode
+    message: str
+    field: str = ""
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """Everything one engine step has to say. ``loaded`` holds (origin, attempt_id) of confirmed copies."""
+
+    step: int
+    outputs: list[RequestOutput] = field(default_factory=list)
+    failures: list[RequestFailure] = field(default_factory=list)
+    loaded: list[tuple[int, int]] = field(default_factory=list)
+    stored_hashes: list[bytes] = field(default_factory=list)
+    removed_hashes: list[bytes] = field(default_factory=list)
+    cache_reset: bool = False
+
+
+class OutputSink(Protocol):
+    """Takes step outputs; implementations hop to asyncio once per step."""
+
+    def emit(self, outputs: StepOutputs) -> None:
+        """Takes ownership of ``outputs``."""
+
+
+class ReadyEvent(Protocol):
+    """Proves that a kernel has written: ``query()`` is cheap and true once it has. On CPU it is always true."""
+
+    def query(self) -> bool:
+        """Whether everything before the event has been written."""
+
+
+class KVExports(Protocol):
+    """Prefill side of the exchange (the hold table)."""
+
+    def begin(self, transfer_id: int, num_blocks: int) -> None:
+        """The request owns ``num_blocks`` blocks; segments will follow."""
+
+    def announce(
+        self,
+        transfer_id: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        event: ReadyEvent,
+    ) -> None:
+        """Layers ``[layer_start, layer_end)`` of the blocks from index ``first_block`` may be read after ``event``."""
+
+    def final(self, transfer_id: int, num_tokens: int, first_tokens: Sequence[FirstToken]) -> None:
+        """Everything is announced; the hold waits for Done (or ends, if every choice finished)."""
+
+    def refuse(self, transfer_id: int, reason: str) -> None:
+        """The attempt was refused before ``begin``; its Open is answered Gone."""
+
+    def revoke(self, transfer_id: int, reason: str) -> None:
+        """After return no confirmation can be given, so the caller may free the blocks. Idempotent."""
+
+
+class KVImports(Protocol):
+    """Decode side of the exchange (the import table)."""
+
+    def reserved(self, transfer_id: int, first_block: int, block_ids: Sequence[int]) -> None:
+        """The request owns its blocks; from index ``first_block`` on they are to be read into ``block_ids``.
+
+        An empty list means a full prefix hit: nothing is read, the exchange still confirms the first token.
+        """
+
+    def abandon(self, transfer_id: int) -> None:
+        """The engine no longer wants the exchange. If it had been told ``reserved``, DestinationSafe follows."""
+
+
+class RolePolicy(Protocol):
+    """What a role admits and what ends a request; everything else is common to both pools."""
+
+    @property
+    def name(self) -> str:
+        """prefill or decode."""
+
+    def reserve_tokens(self, request: Request) -> int:
+        """Tokens that must have blocks when ``request`` is admitted (prefill: the whole prompt)."""
+
+    def holds(self, request: Request) -> bool:
+        """Whether the request is HELD for a decode worker once its first token is sampled."""
+
+    def loads(self, request: Request) -> bool:
+        """Whether the request's prompt KV comes from a prefill worker."""
+
+    def prompt_budget(self, num_decoding: int, max_num_batched_tokens: int) -> int:
+        """Prompt tokens that one step may compute while ``num_decoding`` requests generate."""

@@ -1,0 +1,1 @@
+"""KV blocks between pools: layout, plans, ownership of an exchange, connectors."""

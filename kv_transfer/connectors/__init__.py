@@ -1,0 +1,1 @@
+"""Connectors: how bytes of KV travel. One interface, one contract suite."""

@@ -1,0 +1,1 @@
+"""The prefill pool's role: policy, kv.v1 service, main."""

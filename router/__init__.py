@@ -1,0 +1,1 @@
+"""Routes requests through both pools; never imports torch."""

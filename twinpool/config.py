@@ -1,0 +1,114 @@
+"""The one configuration: frozen sections with defaults, the same for YAML, environment, flags and Helm values.
+
+Precedence is flag > environment (``TWINPOOL_ROUTER__HTTP_PORT=8000``) > file > default; see ``config_loader``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Disaggregate = Literal["always", "auto", "never"]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model is served."""
+
+    path: str = Field("demo", description="demo, a local Hugging Face folder, or a hub id")
+    revision: str | None = Field(None, description="hub revision; None takes the default branch")
+    name: str | None = Field(None, description="name in requests; None takes the folder's or hub id's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto takes the checkpoint's")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes cuda where present")
+    max_model_len: int | None = Field(None, gt=0, description="longest prompt plus answer; None takes the model's")
+
+
+class EngineSection(Section):
+    """Size and pace of one engine."""
+
+    block_size: int = Field(16, gt=0, description="tokens per KV block")
+    kv_memory_gib: float | None = Field(
+        None, gt=0, description="memory for KV; None takes 1 GiB on CPU, 85 % of what is left on GPU"
+    )
+    num_blocks: int | None = Field(None, gt=1, description="KV blocks, overrides kv_memory_gib")
+    max_num_seqs: int = Field(64, gt=0, description="most requests in one batch")
+    max_num_batched_tokens: int = Field(2048, gt=0, description="token budget of one step")
+    prefill_chunk: int = Field(512, gt=0, description="most prompt tokens of one request per step")
+    prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
+    local_prefill_budget: int = Field(256, gt=0, description="prompt tokens per step beside decoding requests")
+    threads: int = Field(1, ge=0, description="CPU threads for computation; 0 leaves torch's default")
+
+
+class PoolSection(Section):
+    """One pool of workers."""
+
+    replicas: int = Field(1, ge=0, description="workers that `twinpool up` starts")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="port of the first worker; 0 picks free ones")
+    kv_port: int = Field(0, ge=0, le=65535, description="prefill: port of the kv.v1 service; 0 picks a free one")
+    advertise: str | None = Field(None, description="host name or address that peers dial; None takes host")
+    worker_id: str | None = Field(None, description="identity; None takes role and port")
+    engine: EngineSection = EngineSection()
+    drain_timeout_s: float = Field(30.0, ge=0, description="time that running requests get after SIGTERM")
+
+
+class RouterSection(Section):
+    """The router."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    grpc_port: int = Field(8100, ge=0, le=65535, description="public gRPC; 0 picks a free port")
+    http_port: int = Field(8000, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free port")
+    disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
+    max_queued: int = Field(512, ge=0, description="requests admitted at once; more are answered RESOURCE_EXHAUSTED")
+    default_deadline_s: float = Field(600.0, gt=0, description="for requests that bring none")
+    max_attempts: int = Field(20, gt=0, description="dispatches of one request, losses included")
+    workers: tuple[str, ...] = Field((), description="addresses (host:port) of workers, both pools")
+    drain_timeout_s: float = Field(30.0, ge=0, description="time that requests in flight get after SIGTERM")
+
+
+class TransportSection(Section):
+    """How KV travels."""
+
+    connector: Literal["auto", "nixl", "nccl", "local"] = Field("auto", description="auto takes nixl if installed")
+    ucx_tls: str | None = Field(None, description="UCX_TLS; None lets UCX choose")
+    ucx_net_devices: str | None = Field(
+        None, description="UCX_NET_DEVICES; None takes lo on loopback, else UCX's choice"
+    )
+    require: str | None = Field(None, description="refuse links whose transport does not contain this, e.g. rdma")
+    read_timeout_s: float = Field(20.0, gt=0, description="a read that takes longer is fenced by destroying its link")
+    hold_timeout_s: float = Field(120.0, gt=0, description="longest life of a promised KV")
+    open_timeout_s: float = Field(10.0, gt=0, description="a hold that no decode worker joined ends after this")
+
+
+class SessionSection(Section):
+    """Leases between processes."""
+
+    report_interval_s: float = Field(0.25, gt=0)
+    suspect_after_s: float = Field(1.0, gt=0)
+    dead_after_s: float = Field(3.0, gt=0)
+    token: str | None = Field(None, description="cluster token that peers must present; None only on loopback")
+
+
+class LoggingSection(Section):
+    """Logs."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class Config(Section):
+    """Everything that can be configured."""
+
+    model: ModelConfig = ModelConfig()
+    router: RouterSection = RouterSection()
+    prefill: PoolSection = PoolSection()
+    decode: PoolSection = PoolSection()
+    transport: TransportSection = TransportSection()
+    session: SessionSection = SessionSection()
+    logging: LoggingSection = LoggingSection()

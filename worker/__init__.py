@@ -1,0 +1,1 @@
+"""What both roles share: engine thread, transfer thread, worker.v1 session, start-up."""
