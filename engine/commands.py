@@ -95,6 +95,21 @@ class ResetPrefixCache:
     """Forgets all cached blocks that no request uses."""
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The attempt's constraint is compiled; the request may be admitted."""
+
+    attempt_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarFailed:
+    """The attempt's constraint cannot be compiled; the attempt alone fails with INVALID."""
+
+    attempt_id: int
+    message: str
+
+
 Command = (
     Submit
     | Cancel
@@ -106,4 +121,6 @@ Command = (
     | DestinationSafe
     | HoldEnded
     | ResetPrefixCache
+    | GrammarReady
+    | GrammarFailed
 )

@@ -5,11 +5,13 @@ All methods are called on the engine thread and must not block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from twinpool.engine.commands import FirstToken
+import torch
+
+from twinpool.engine.commands import Command, FirstToken
 from twinpool.engine.request import FailureCode, FinishReason, Request, RequestStats, TokenLogprob
 
 
@@ -130,3 +132,42 @@ class RolePolicy(Protocol):
 
     def prompt_budget(self, num_decoding: int, max_num_batched_tokens: int) -> int:
         """Prompt tokens that one step may compute while ``num_decoding`` requests generate."""
+
+
+class Proposer(Protocol):
+    """Speculation: guesses what follows a request's known tokens."""
+
+    def propose(self, request: Request) -> list[int]:
+        """Draft tokens after the last known token, best effort, perhaps none. Does not mutate ``request``.
+
+        The scheduler truncates the answer to the token budget, ``max_tokens``, ``max_model_len`` and free blocks.
+        """
+
+
+class Grammars(Protocol):
+    """Structured output: compiled constraints and one matcher per (attempt, choice).
+
+    Life of a matcher: ``compile`` -> GrammarReady -> ``rows`` / ``accept`` each step -> ``release``. A matcher never
+    advances except in ``accept``; drafts are looked ahead inside ``rows``.
+    """
+
+    def compile(self, request: Request, post: Callable[[Command], None]) -> None:
+        """Starts compiling ``request.constraint`` on another thread, which posts GrammarReady or GrammarFailed.
+
+        When it is ready, the matcher has consumed ``request.output_ids`` (tokens of earlier attempts).
+        """
+
+    def fork(self, source: Request, target: Request) -> None:
+        """Gives ``target`` (another choice of the same attempt) a matcher in the state of ``source``'s."""
+
+    def rows(self, request: Request, draft_ids: Sequence[int]) -> torch.Tensor:
+        """Int32 bitmask ``[1 + len(draft_ids), ceil(vocab / 32)]``, bit 1 = allowed; row i follows i drafts.
+
+        Rows after a draft that the grammar refuses allow everything: verification stops before them.
+        """
+
+    def accept(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Advances over appended tokens. Not called with a token that ended the request."""
+
+    def release(self, request: Request) -> None:
+        """Forgets the matcher (or the compilation under way) of one choice. Idempotent."""
