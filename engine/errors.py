@@ -1,0 +1,11 @@
+"""What an engine refuses while it starts; processes translate these for their users."""
+
+from __future__ import annotations
+
+
+class UnsupportedModel(ValueError):
+    """The model, or something in its files, is not supported or is broken; says what, and what to do."""
+
+
+class DoesNotFit(ValueError):
+    """The wanted context length or KV size does not fit the model or the memory; says both sizes."""

@@ -1,0 +1,285 @@
+"""Layers that model families compose. Code for one device; the parallel context decides which part a rank holds.
+
+A layer loads its own parameters (``load``) and hands them to the kernels, which may repack them. Hidden states are
+``[T, hidden]`` in the model's dtype; the residual stream is added by the next norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from twinpool.engine.batch import FlatBatch
+from twinpool.engine.loader import Shard, Weights
+from twinpool.engine.model_config import ModelConfig
+from twinpool.engine.parallel import ParallelContext
+from twinpool.engine.rope import RopeParameters
+from twinpool.kernels.interface import Attention as AttentionOperator
+from twinpool.kernels.interface import Kernels, Linear
+
+
+@dataclass(slots=True)
+class Step:
+    """State of one forward pass. ``hidden`` is what the last layer returned, ``residual`` the stream beside it."""
+
+    batch: FlatBatch
+    kv: torch.Tensor
+    attend: AttentionOperator
+    cos: torch.Tensor
+    sin: torch.Tensor
+    hidden: torch.Tensor
+    residual: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One stored matrix of a fused column-parallel layer: ``size`` output features, of which a rank holds a range."""
+
+    name: str
+    size: int
+    start: int
+    end: int
+
+
+def column_parallel(
+    weights: Weights, columns: Sequence[Columns], in_features: int, *, bias: bool, kernels: Kernels
+) -> Linear:
+    """A linear layer whose outputs are this rank's columns of several matrices, one after the other."""
+    parts = [weights.take(f"{c.name}.weight", (c.size, in_features), Shard(0, c.start, c.end)) for c in columns]
+    biases = [weights.take(f"{c.name}.bias", (c.size,), Shard(0, c.start, c.end)) for c in columns] if bias else []
+    weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return kernels.linear(weight, torch.cat(biases) if bias else None)
+
+
+class RowParallel:
+    """A linear layer that takes this rank's range of the input features and sums over ranks."""
+
+    def __init__(self, linear: Linear, bias: torch.Tensor | None, parallel: ParallelContext) -> None:
+        self._linear = linear
+        self._bias = bias
+        self._collective = parallel.collective
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        shape: tuple[int, int],
+        columns: tuple[int, int],
+        *,
+        bias: bool,
+        parallel: ParallelContext,
+        kernels: Kernels,
+    ) -> RowParallel:
+        """Loads ``weight`` of whole ``shape`` (out, in), input features ``[columns[0], columns[1])``."""
+        weight = weights.take("weight", shape, Shard(1, *columns))
+        offset = weights.take("bias", (shape[0],)) if bias else None
+        if parallel.tp_size == 1:
+            return cls(kernels.linear(weight, offset), None, parallel)
+        return cls(kernels.linear(weight, None), offset, parallel)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in of this rank] -> [T, out]``, equal on all ranks."""
+        output = self._collective.all_reduce(self._linear(x))
+        return output if self._bias is None else output + self._bias
+
+
+class RMSNorm:
+    """Root-mean-square norm, alone or with the addition of a residual."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, kernels: Kernels) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._kernels = kernels
+
+    @classmethod
+    def load(cls, weights: Weights, size: int, eps: float, kernels: Kernels) -> RMSNorm:
+        """Loads ``weight`` [size]."""
+        return cls(weights.take("weight", (size,)), eps, kernels)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises the last dimension."""
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the norm of ``x + residual``, and the sum; without residual the sum is ``x``."""
+        if residual is None:
+            return self(x), x
+        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class Rotary:
+    """Cosines and sines of a step's positions, computed in float32 and cast, as transformers does."""
+
+    def __init__(self, parameters: RopeParameters, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+        frequencies, self._factor = parameters.frequencies(head_dim)
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T] -> two of [T, head_dim / 2]``."""
+        angles = positions[:, None].float() * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+
+class Attention:
+    """Grouped-query attention over the paged KV cache, with fused projections."""
+
+    def __init__(
+        self,
+        *,
+        qkv: Linear,
+        output: RowParallel,
+        query_norm: RMSNorm | None,
+        key_norm: RMSNorm | None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+        layer: int,
+        kernels: Kernels,
+    ) -> None:
+        self._qkv = qkv
+        self._output = output
+        self._query_norm = query_norm
+        self._key_norm = key_norm
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._scale = head_dim**-0.5
+        self._window = window
+        self._layer = layer
+        self._kernels = kernels
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        config: ModelConfig,
+        layer: int,
+        parallel: ParallelContext,
+        kernels: Kernels,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        head_norms: bool = False,
+    ) -> Attention:
+        """Loads q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) of model layer ``layer``: this rank's heads."""
+        dim = config.head_dim
+        heads = parallel.shard(config.num_heads, "number of attention heads")
+        kv_heads = parallel.kv_heads(config.num_kv_heads)
+        queries = (heads[0] * dim, heads[1] * dim)
+        keys = (kv_heads[0] * dim, kv_heads[1] * dim)
+        columns = (
+            Columns("q_proj", config.num_heads * dim, *queries),
+            Columns("k_proj", config.num_kv_heads * dim, *keys),
+            Columns("v_proj", config.num_kv_heads * dim, *keys),
+        )
+        return cls(
+            qkv=column_parallel(weights, columns, config.hidden_size, bias=qkv_bias, kernels=kernels),
+            output=RowParallel.load(
+                weights.at("o_proj"),
+                (config.hidden_size, config.num_heads * dim),
+                queries,
+                bias=output_bias,
+                parallel=parallel,
+                kernels=kernels,
+            ),
+            query_norm=RMSNorm.load(weights.at("q_norm"), dim, config.rms_norm_eps, kernels) if head_norms else None,
+            key_norm=RMSNorm.load(weights.at("k_norm"), dim, config.rms_norm_eps, kernels) if head_norms else None,
+            num_heads=heads[1] - heads[0],
+            num_kv_heads=kv_heads[1] - kv_heads[0],
+            head_dim=dim,
+            window=config.windows[layer],
+            layer=layer - parallel.layers(config.num_layers)[0],
+            kernels=kernels,
+        )
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``; writes this layer's KV of the step."""
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        qkv = self._qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._head_dim)
+        query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if self._query_norm is not None and self._key_norm is not None:
+            parts = self._query_norm(query_key[:, :heads]), self._key_norm(query_key[:, heads:])
+            query_key = torch.cat(parts, dim=1)
+        query_key = self._kernels.rotary(query_key, step.cos, step.sin)
+        query, key = query_key[:, :heads], query_key[:, heads:]
+        self._kernels.write_kv(key, value, step.kv, self._layer, step.batch.attention.slot_mapping)
+        attended = step.attend(
+            query, key, value, step.kv, self._layer, scale=self._scale, window=self._window, soft_cap=None
+        )
+        return self._output(attended.reshape(x.shape[0], heads * self._head_dim))
+
+
+class GatedMLP:
+    """``down(silu(gate(x)) * up(x))``, gate and up fused."""
+
+    def __init__(self, gate_up: Linear, down: RowParallel, kernels: Kernels) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._kernels = kernels
+
+    @classmethod
+    def load(
+        cls, weights: Weights, config: ModelConfig, parallel: ParallelContext, kernels: Kernels, *, bias: bool
+    ) -> GatedMLP:
+        """Loads gate_proj, up_proj and down_proj: this rank's inner features."""
+        inner, hidden = config.intermediate_size, config.hidden_size
+        part = parallel.shard(inner, "intermediate size")
+        columns = (Columns("gate_proj", inner, *part), Columns("up_proj", inner, *part))
+        return cls(
+            column_parallel(weights, columns, hidden, bias=bias, kernels=kernels),
+            RowParallel.load(
+                weights.at("down_proj"), (hidden, inner), part, bias=bias, parallel=parallel, kernels=kernels
+            ),
+            kernels,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``."""
+        return self._down(self._kernels.silu_mul(self._gate_up(x)))
+
+
+class Embedding:
+    """Token embeddings; every rank holds all of them."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    @classmethod
+    def load(cls, weights: Weights, vocab_size: int, hidden_size: int) -> Embedding:
+        """Loads ``weight`` [vocab, hidden]."""
+        return cls(weights.take("weight", (vocab_size, hidden_size)))
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[T] -> [T, hidden]``, a new tensor."""
+        return F.embedding(input_ids, self.weight)
+
+
+class Head:
+    """Logits: vocabulary columns split over ranks, gathered on all."""
+
+    def __init__(self, linear: Linear, parallel: ParallelContext) -> None:
+        self._linear = linear
+        self._collective = parallel.collective
+
+    @classmethod
+    def load(
+        cls, weights: Weights, config: ModelConfig, embedding: Embedding, parallel: ParallelContext, kernels: Kernels
+    ) -> Head:
+        """Loads lm_head, or shares the embeddings when they are tied (a checkpoint that stores both keeps both)."""
+        start, end = parallel.shard(config.vocab_size, "vocabulary")
+        if config.tie_word_embeddings and not weights.has("lm_head.weight"):
+            return cls(kernels.linear(embedding.weight[start:end], None), parallel)
+        columns = (Columns("lm_head", config.vocab_size, start, end),)
+        return cls(column_parallel(weights, columns, config.hidden_size, bias=False, kernels=kernels), parallel)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden] -> [rows, vocab]`` in float32."""
+        return self._collective.all_gather(self._linear(hidden)).float()

@@ -1,0 +1,101 @@
+"""What all decoder-only families share: embeddings, a stack of pre-norm layers, a final norm, logits.
+
+A family file says how one layer is made; nothing is inherited. A pipeline stage holds its layers, the first stage the
+embeddings, the last one norm and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from twinpool.engine.batch import FlatBatch
+from twinpool.engine.layers import Attention, Embedding, GatedMLP, Head, RMSNorm, Rotary, Step
+from twinpool.engine.loader import Weights
+from twinpool.engine.model_config import ModelConfig
+from twinpool.engine.parallel import ParallelContext
+from twinpool.kernels.interface import Kernels
+
+
+class PreNormLayer:
+    """Attention and MLP, each behind a norm."""
+
+    def __init__(self, input_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
+        self._input_norm = input_norm
+        self._attention = attention
+        self._mlp_norm = mlp_norm
+        self._mlp = mlp
+
+    def __call__(self, step: Step) -> None:
+        """Advances ``step.hidden`` and ``step.residual``."""
+        hidden, residual = self._input_norm.add(step.hidden, step.residual)
+        hidden, residual = self._mlp_norm.add(self._attention(hidden, step), residual)
+        step.hidden, step.residual = self._mlp(hidden), residual
+
+
+class Decoder:
+    """Implements ``Model`` (see ``engine.runner``)."""
+
+    def __init__(
+        self,
+        *,
+        embedding: Embedding,
+        layers: Sequence[PreNormLayer],
+        norm: RMSNorm,
+        head: Head,
+        rotary: Rotary,
+        kernels: Kernels,
+    ) -> None:
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+        self._rotary = rotary
+        self._kernels = kernels
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        config: ModelConfig,
+        parallel: ParallelContext,
+        kernels: Kernels,
+        make_layer: Callable[[int], PreNormLayer],
+    ) -> Decoder:
+        """Loads everything but the layers itself, and this stage's layers through ``make_layer(model layer)``."""
+        model = weights.at("model")
+        embedding = Embedding.load(model.at("embed_tokens"), config.vocab_size, config.hidden_size)
+        table = embedding.weight
+        return cls(
+            embedding=embedding,
+            layers=[make_layer(layer) for layer in range(*parallel.layers(config.num_layers))],
+            norm=RMSNorm.load(model.at("norm"), config.hidden_size, config.rms_norm_eps, kernels),
+            head=Head.load(weights, config, embedding, parallel, kernels),
+            rotary=Rotary(config.rope, config.head_dim, table.device, table.dtype),
+            kernels=kernels,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return len(self._layers)
+
+    def begin(self, batch: FlatBatch, kv: torch.Tensor) -> Step:
+        """Embeds the tokens and prepares what all layers share."""
+        cos, sin = self._rotary(batch.positions)
+        attend = self._kernels.attention(batch.attention, kv)
+        return Step(batch, kv, attend, cos, sin, self._embedding(batch.input_ids))
+
+    def run_layers(self, step: Step, start: int, end: int) -> None:
+        """Runs layers ``[start, end)``; their KV is written (or launched to be) on return."""
+        for layer in self._layers[start:end]:
+            layer(step)
+
+    def finish(self, step: Step) -> torch.Tensor:
+        """The final hidden states, ``[T, hidden]``."""
+        return self._norm.add(step.hidden, step.residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden] -> [rows, vocab]``, float32."""
+        return self._head(hidden)

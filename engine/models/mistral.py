@@ -1,0 +1,33 @@
+"""Mistral 7B and its successors."""
+
+from __future__ import annotations
+
+from twinpool.engine.layers import Attention, GatedMLP, RMSNorm
+from twinpool.engine.loader import Weights
+from twinpool.engine.model_config import ModelConfig
+from twinpool.engine.models.decoder import Decoder, PreNormLayer
+from twinpool.engine.parallel import ParallelContext
+from twinpool.kernels.interface import Kernels
+
+
+def build_mistral(weights: Weights, config: ModelConfig, parallel: ParallelContext, kernels: Kernels) -> Decoder:
+    """Llama without biases; all layers share one sliding window, or none."""
+
+    def make_layer(index: int) -> PreNormLayer:
+        layer = weights.at(f"model.layers.{index}")
+        return PreNormLayer(
+            RMSNorm.load(layer.at("input_layernorm"), config.hidden_size, config.rms_norm_eps, kernels),
+            Attention.load(
+                layer.at("self_attn"),
+                config,
+                index,
+                parallel,
+                kernels,
+                qkv_bias=False,
+                output_bias=False,
+            ),
+            RMSNorm.load(layer.at("post_attention_layernorm"), config.hidden_size, config.rms_norm_eps, kernels),
+            GatedMLP.load(layer.at("mlp"), config, parallel, kernels, bias=False),
+        )
+
+    return Decoder.load(weights, config, parallel, kernels, make_layer)

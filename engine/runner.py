@@ -1,0 +1,92 @@
+"""One rank's forward pass over a flat batch, in layer groups.
+
+The runner owns the model and views the KV cache. After each group it hands out an event that proves the group's KV is
+written, so that blocks can travel while later layers run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from twinpool.engine.batch import FlatBatch
+from twinpool.engine.kv_cache import KVCache
+from twinpool.engine.layers import Step
+from twinpool.engine.plan import OnLayers
+from twinpool.engine.ports import ReadyEvent
+
+
+class Model(Protocol):
+    """What a family builds: a forward pass that can stop between layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this rank's stage."""
+
+    def begin(self, batch: FlatBatch, kv: torch.Tensor) -> Step:
+        """Embeds the batch; ``kv`` is ``KVCache.blocks``."""
+
+    def run_layers(self, step: Step, start: int, end: int) -> None:
+        """Advances ``step`` through layers ``[start, end)`` and writes their KV."""
+
+    def finish(self, step: Step) -> torch.Tensor:
+        """The final hidden states [T, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden] -> [rows, vocab]``, float32."""
+
+
+class Written:
+    """The event of a device that runs each operator to its end: everything before it has been written."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+
+class ModelRunner:
+    """Runs a model over a KV cache on one device."""
+
+    def __init__(self, model: Model, cache: KVCache, device: torch.device) -> None:
+        self._model = model
+        self.cache = cache
+        self.device = device
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this rank."""
+        return self._model.num_layers
+
+    def forward(self, batch: FlatBatch, layer_groups: int = 1, on_layers: OnLayers | None = None) -> torch.Tensor:
+        """Writes the batch's KV and returns the final hidden states [T, hidden].
+
+        ``on_layers`` is called after each of ``layer_groups`` nearly equal groups (at most one per layer).
+        """
+        self.cache.clear(batch.new_blocks)
+        step = self._model.begin(batch, self.cache.blocks)
+        for start, end in layer_ranges(self.num_layers, layer_groups):
+            self._model.run_layers(step, start, end)
+            if on_layers is not None:
+                on_layers(start, end, self._event())
+        return self._model.finish(step)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of ``forward``'s result: [rows, vocab], float32."""
+        return self._model.logits(hidden)
+
+    def _event(self) -> ReadyEvent:
+        if self.device.type != "cuda":
+            return Written()
+        event = torch.Event(self.device)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def layer_ranges(num_layers: int, groups: int) -> Sequence[tuple[int, int]]:
+    """Splits layers into ``groups`` nearly equal ranges; none is empty, so there are at most ``num_layers``."""
+    groups = max(1, min(groups, num_layers))
+    bounds = [num_layers * group // groups for group in range(groups + 1)]
+    return list(pairwise(bounds))

@@ -1,0 +1,92 @@
+"""What a model asks of its operators. ``ReferenceKernels`` is the specification; other implementations must match it.
+
+Shapes use T = tokens of the step, R = requests of the step, H = query heads, G = KV heads, D = head size.
+The KV region of a rank is one contiguous tensor ``[blocks, layers, 2, G, block_size, D]`` (index 2: K, then V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""``[rows, in] -> [rows, out]`` in the dtype of the input."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the queries of a step, and the keys that they may see, are.
+
+    Request r computes rows ``[query_start_loc[r], query_start_loc[r + 1])``, the last tokens of its ``seq_lens[r]``.
+    ``query_lens`` and ``context_lens`` repeat the lengths as Python ints, so that a device need not be asked.
+    Tensors are int64 and live on the model's device.
+    """
+
+    slot_mapping: torch.Tensor
+    """[T]: block id × block size + offset in the block, where the KV of each row goes; unique within a step."""
+    block_tables: torch.Tensor
+    """[R, most blocks]: block ids in order; rows end in zeros (the null block)."""
+    query_start_loc: torch.Tensor
+    """[R + 1]: prefix sums of the query lengths."""
+    seq_lens: torch.Tensor
+    """[R]: tokens with KV once the step has written its own."""
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+
+
+class Attention(Protocol):
+    """Attention over one step's batch, prepared once and used by all layers."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor:
+        """Causal attention of ``query`` [T, H, D] over the region ``kv``, which already holds the step's own KV.
+
+        ``key`` and ``value`` [T, G, D] are the rows just written, for implementations that need not read them back.
+        Query head h uses KV head h // (H / G). A query at position p sees positions ``(p - window, p]``; None sees
+        all up to p. ``soft_cap`` c replaces a score s (after ``scale``) by c · tanh(s / c). Returns [T, H, D].
+        """
+
+
+class Kernels(Protocol):
+    """The operators of a rank. None of them keeps state between calls."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Prepares ``x @ weight.T + bias`` for ``weight`` [out, in]; may keep or repack both, changes neither."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root-mean-square norm over the last dimension, statistics in float32 (Zhang and Sennrich, 2019)."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(rms_norm(x + residual), x + residual)``; may overwrite ``residual``."""
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotates the halves of the last dimension of ``x`` [T, heads, D] by ``cos`` and ``sin`` [T, D / 2] (Su, 2021).
+
+        First half: x1 · cos − x2 · sin; second half: x2 · cos + x1 · sin.
+        """
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` for ``gate_up`` [T, 2 · I], gate first. Returns [T, I]."""
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slot_mapping: torch.Tensor
+    ) -> None:
+        """Writes rows ``key`` and ``value`` [T, G, D] of a layer to their slots; touches no other memory."""
+
+    def attention(self, batch: AttentionBatch, kv: torch.Tensor) -> Attention:
+        """Prepares attention for one step; valid until the step ends."""

@@ -1,0 +1,242 @@
+"""Operators in plain torch: the specification for all others, and what runs where nothing faster exists.
+
+Attention gathers the blocks that a group of requests needs with one ``index_select`` (a memory copy per head and
+block), then calls SDPA. Requests with few queries (decode, draft verification) and similar lengths form one group;
+long chunks run alone, and without any gather when nothing precedes them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from twinpool.kernels.interface import Attention, AttentionBatch, Linear
+from twinpool.kernels.onednn import OneDnnLinear, can_prepack
+
+MAX_GROUPED_QUERIES = 16
+"""Requests with more queries than this run alone: padding them would cost more than it saves."""
+
+
+class ReferenceKernels:
+    """Implements ``Kernels``. With ``prepack``, linear layers are repacked by oneDNN where it supports their dtype."""
+
+    def __init__(self, *, prepack: bool) -> None:
+        self._prepack = prepack
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See ``Kernels.linear``."""
+        if self._prepack and can_prepack(weight):
+            return OneDnnLinear(weight, bias)
+        return DenseLinear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``Kernels.rms_norm``."""
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return weight * (x32 * scale).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernels.add_rms_norm``."""
+        residual = residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """See ``Kernels.rotary``."""
+        x1, x2 = x.chunk(2, dim=-1)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See ``Kernels.silu_mul``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slot_mapping: torch.Tensor
+    ) -> None:
+        """See ``Kernels.write_kv``."""
+        block_size = kv.shape[4]
+        blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+        kv[:, layer, 0][blocks, :, offsets] = key
+        kv[:, layer, 1][blocks, :, offsets] = value
+
+    def attention(self, batch: AttentionBatch, kv: torch.Tensor) -> Attention:
+        """See ``Kernels.attention``."""
+        return _GatheredAttention(batch, kv)
+
+
+class DenseLinear:
+    """A linear layer as torch has it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, in] -> [rows, out]``."""
+        return F.linear(x, self._weight, self._bias)
+
+
+@dataclass(slots=True)
+class _Group:
+    """B requests with L queries each, and up to S keys, padded.
+
+    ``rows`` are the query rows in batch order (None: all rows of the batch, in order); ``heads`` are indices of
+    ``[B, G, blocks]`` (block, head) rows in layer 0's K.
+    """
+
+    rows: torch.Tensor | None
+    batch: int
+    queries: int
+    heads: torch.Tensor
+    positions: torch.Tensor
+    """[B, L]: position of each query."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """Allowed keys, bool [B, 1, L, S], by window."""
+
+    def mask(self, window: int | None, num_keys: int) -> torch.Tensor:
+        """Which of ``num_keys`` keys each query may see; padding lies after its position, so it never does."""
+        mask = self.masks.get(window)
+        if mask is None:
+            keys = torch.arange(num_keys, device=self.positions.device)
+            mask = keys <= self.positions[:, None, :, None]
+            if window is not None:
+                mask &= keys > self.positions[:, None, :, None] - window
+            self.masks[window] = mask
+        return mask
+
+
+class _GatheredAttention:
+    """Implements ``Attention``; see the module docstring."""
+
+    def __init__(self, batch: AttentionBatch, kv: torch.Tensor) -> None:
+        _, self._num_layers, _, self._num_heads, self._block_size, self._head_dim = kv.shape
+        self._flat = kv.view(-1, self._block_size * self._head_dim)
+        self._groups: list[_Group] = []
+        self._whole: list[tuple[int, int]] = []
+        starts = [0]
+        for length in batch.query_lens:
+            starts.append(starts[-1] + length)
+        grouped: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            if queries == context and queries > 1:
+                self._whole.append((starts[index], queries))
+            elif queries > MAX_GROUPED_QUERIES:
+                self._groups.append(self._group(batch, [index], queries, starts))
+            else:
+                # Lengths within a factor of two share a group, so at most half of what is gathered is padding.
+                grouped[queries, max(-(-context // self._block_size), 16).bit_length()].append(index)
+        for (queries, _), members in grouped.items():
+            self._groups.append(self._group(batch, members, queries, starts))
+
+    def _group(self, batch: AttentionBatch, members: list[int], queries: int, starts: list[int]) -> _Group:
+        device = batch.block_tables.device
+        num_blocks = max(-(-batch.context_lens[i] // self._block_size) for i in members)
+        steps = torch.arange(queries, device=device)
+        rows: torch.Tensor | None = None
+        if len(members) == len(batch.query_lens):
+            tables, seq_lens = batch.block_tables[:, :num_blocks], batch.seq_lens
+        else:
+            index = torch.tensor(members, device=device)
+            tables, seq_lens = batch.block_tables[index, :num_blocks], batch.seq_lens[index]
+            rows = (batch.query_start_loc[index, None] + steps).flatten()
+        heads = torch.arange(self._num_heads, device=device)
+        stride = self._num_layers * 2 * self._num_heads
+        return _Group(
+            rows=rows,
+            batch=len(members),
+            queries=queries,
+            heads=tables[:, None, :] * stride + heads[:, None],
+            positions=seq_lens[:, None] - queries + steps,
+        )
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor:
+        """See ``Attention``."""
+        output = torch.empty_like(query)
+        for start, length in self._whole:
+            end = start + length
+            output[start:end] = self._attend_whole(
+                query[start:end], key[start:end], value[start:end], scale, window, soft_cap
+            )
+        for group in self._groups:
+            rows = query if group.rows is None else query.index_select(0, group.rows)
+            attended = self._attend_group(group, rows, layer, scale, window, soft_cap)
+            if group.rows is None:
+                return attended
+            output[group.rows] = attended
+        return output
+
+    def _attend_whole(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor:
+        """A chunk that nothing precedes: all its keys are in the batch."""
+        length = query.shape[0]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        if soft_cap is None and (window is None or window >= length):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            positions = torch.arange(length, device=query.device)
+            mask = positions <= positions[:, None]
+            if window is not None:
+                mask &= positions > positions[:, None] - window
+            attended = _attend(q, k, v, mask, scale, soft_cap)
+        return attended[0].transpose(0, 1)
+
+    def _attend_group(
+        self,
+        group: _Group,
+        query: torch.Tensor,
+        layer: int,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor:
+        """Queries [B · L, H, D] over gathered keys."""
+        batch, queries, num_heads = group.batch, group.queries, query.shape[1]
+        shape = (batch, self._num_heads, -1, self._head_dim)
+        first = layer * 2 * self._num_heads
+        k = self._flat.index_select(0, (group.heads + first).flatten()).view(shape)
+        v = self._flat.index_select(0, (group.heads + (first + self._num_heads)).flatten()).view(shape)
+        mask = group.mask(window, k.shape[2])
+        if queries == 1:
+            # The query heads that share a KV head become its queries: no key is repeated.
+            q = query.view(batch, self._num_heads, num_heads // self._num_heads, self._head_dim)
+            return _attend(q, k, v, mask, scale, soft_cap).reshape(batch, num_heads, self._head_dim)
+        q = query.view(batch, queries, num_heads, self._head_dim).transpose(1, 2)
+        attended = _attend(q, k, v, mask, scale, soft_cap)
+        return attended.transpose(1, 2).reshape(batch * queries, num_heads, self._head_dim)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float | None
+) -> torch.Tensor:
+    """Attention of [B, H, L, D] over [B, G, S, D] with a bool mask that broadcasts to [B, H, L, S]."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / soft_cap)) * soft_cap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return weights.to(v.dtype) @ v
