@@ -106,6 +106,7 @@ def test_reused_blocks_show_nothing_of_their_past(tiny_llama, make_harness, rand
     harness.executor._runner.cache.blocks[first.block_ids] = float("nan")
     harness.free = [*first.block_ids]
     assert harness.generate(harness.request(random_prompt(21), 8)) == fresh
+    assert all(logits.isfinite().all() for logits in harness.sampler.calls)
 
 
 def test_drafts_are_verified_in_one_step(tiny_llama, make_harness, random_prompt):

@@ -81,7 +81,7 @@ def test_broken_files_are_named(tmp_path, make_tiny_llama):
     with pytest.raises(UnsupportedModel, match=r"lacks weight files of its index: model-00002-of-00003"):
         ModelConfig.from_hf(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weights": 1}))
-    with pytest.raises(UnsupportedModel, match="index.json is broken"):
+    with pytest.raises(UnsupportedModel, match=r"index\.json is broken"):
         ModelConfig.from_hf(folder)
 
 
