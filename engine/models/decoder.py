@@ -1,7 +1,6 @@
 """What all decoder-only families share: embeddings, a stack of pre-norm layers, a final norm, logits.
 
-A family file says how one layer is made; nothing is inherited. A pipeline stage holds its layers, the first stage the
-embeddings, the last one norm and head.
+A family file says how one layer is made; nothing is inherited.
 """
 
 from __future__ import annotations
