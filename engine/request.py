@@ -152,6 +152,21 @@ class Request:
     draft_ids: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 
+    sequence: int = 0
+    """Order of submission within the engine; choices of one attempt share it."""
+    admitted_at: float | None = None
+    """Engine-clock time when it first got blocks."""
+    first_token_at: float | None = None
+    """Engine-clock time of its first token here."""
+    last_step: int = 0
+    """Last launched step that writes its blocks."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain of the full blocks of the known tokens, as far as computed."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Log probabilities of the prompt gathered so far; said with the first token."""
+    num_cached_blocks: int = 0
+    """Leading blocks of ``block_ids`` already offered to the prefix cache."""
+
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt length."""
@@ -166,6 +181,11 @@ class Request:
     def num_new_outputs(self) -> int:
         """Output tokens that this attempt added."""
         return len(self.output_ids) - self.num_prior_outputs
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token lacks KV: a generated one, so that a step is one token (and drafts)."""
+        return self.num_new_outputs > 0 and self.num_computed_tokens == self.num_tokens - 1
 
     def token(self, position: int) -> int:
         """Token at ``position`` of prompt + output."""

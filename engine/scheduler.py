@@ -1,0 +1,374 @@
+"""Which requests compute what in a step, and who waits. There is no prefill or decode mode, only catching up.
+
+A step, in order:
+
+1. Running requests, those that generate first. One that lacks a block preempts the lowest priority, youngest
+   request (perhaps itself): its blocks are freed, its tokens kept, and it is recomputed later. Requests whose KV is
+   promised are never preempted: they own all blocks from admission on.
+2. Admissions, unless something was preempted. The head is asked for (``can_allocate``) before anything changes, and
+   a head that does not fit is not skipped. Requests that wait for remote KV or a grammar are not in the queue yet.
+   Room is one joint question: new blocks plus one growth block per running or loading choice must be free, unless
+   nothing runs or loads. Remote requests get their blocks (LOADING) without costing tokens.
+
+Blocks return to the pool when the last launched step that writes them has retired (``retire``): ``release`` defers
+them if one is in flight. Copies for forks own a reference on both blocks until their step has retired.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+
+from twinpool.engine.block_tables import BlockTables
+from twinpool.engine.engine_config import EngineConfig
+from twinpool.engine.exporter import Exporter
+from twinpool.engine.plan import ScheduledRequest, StepPlan
+from twinpool.engine.ports import Grammars, KVImports, Proposer, RolePolicy
+from twinpool.engine.request import Request, RequestState
+from twinpool.engine.waiting_queue import WaitingQueue, rank
+
+
+class Blocker(enum.Enum):
+    """What a submitted request waits for before it joins the queue."""
+
+    REMOTE_KV = "remote KV"
+    GRAMMAR = "grammar"
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a step: tokens in all, prompt tokens, draft tokens."""
+
+    tokens: int
+    prompt: int
+    drafts: int
+
+    def spend(self, entry: ScheduledRequest, decoding: bool, sign: int = 1) -> None:
+        self.tokens -= sign * entry.num_tokens
+        if decoding:
+            self.drafts -= sign * entry.num_drafts
+        else:
+            self.prompt -= sign * entry.num_tokens
+
+
+class Scheduler:
+    """Queues, batches and blocks of one engine. ``max_model_len`` is the longest prompt plus answer it can hold."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        tables: BlockTables,
+        policy: RolePolicy,
+        exporter: Exporter,
+        imports: KVImports,
+        proposer: Proposer | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.tables = tables
+        self.waiting = WaitingQueue()
+        self.blocked: dict[Request, set[Blocker]] = {}
+        self.running: list[Request] = []
+        self.loading: dict[int, Request] = {}
+        self.held: dict[int, Request] = {}
+        self.preempted_last = False
+        self.num_preemptions = 0
+        self._config = config
+        self._max_model_len = max_model_len
+        self._policy = policy
+        self._exporter = exporter
+        self._imports = imports
+        self._proposer = proposer
+        self._grammars = grammars
+        self._sequence = 0
+        self._launched = 0
+        self._retired = 0
+        self._deferred: list[tuple[int, list[int]]] = []
+        self._copies: list[tuple[int, int]] = []
+        self._copying: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def step(self) -> int:
+        """Number of the last launched step."""
+        return self._launched
+
+    def submit(self, request: Request, blockers: set[Blocker]) -> None:
+        """Queues a request, behind ``blockers`` if there are any."""
+        self._sequence += 1
+        request.sequence = self._sequence
+        if blockers:
+            self.blocked[request] = blockers
+        else:
+            self.waiting.push(request, resumed=False)
+
+    def unblock(self, request: Request, blocker: Blocker) -> None:
+        """One reason to wait is gone. Idempotent."""
+        blockers = self.blocked.get(request)
+        if blockers is None:
+            return
+        blockers.discard(blocker)
+        if not blockers:
+            del self.blocked[request]
+            self.waiting.push(request, resumed=False)
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plans a step; with nothing to compute the plan is empty, is not launched, and keeps the last number."""
+        decoding = [request for request in self.running if request.is_decoding]
+        prompts = [request for request in self.running if not request.is_decoding]
+        total = self._config.max_num_batched_tokens
+        prompt = min(total, self._policy.prompt_budget(len(decoding), total))
+        budget = _Budget(tokens=total, prompt=prompt, drafts=total - len(decoding))
+        chosen: dict[Request, ScheduledRequest] = {}
+        self.preempted_last = False
+        for request in [*decoding, *prompts]:
+            if request.state is RequestState.RUNNING:
+                self._continue(request, budget, chosen, now)
+        if not self.preempted_last:
+            self._admit(budget, chosen, now)
+        return self._launch(chosen)
+
+    def advance(self, entry: ScheduledRequest, num_sampled: int) -> None:
+        """Counts what a step computed for one request; rejected drafts are taken back."""
+        request = entry.request
+        request.num_computed_tokens += entry.num_tokens
+        if entry.num_drafts:
+            accepted = min(max(num_sampled - 1, 0), entry.num_drafts)
+            request.num_computed_tokens -= entry.num_drafts - accepted
+            request.stats.draft_tokens += entry.num_drafts
+            request.stats.accepted_tokens += accepted
+        request.draft_ids = []
+
+    def retire(self, plan: StepPlan, failed: bool = False) -> None:
+        """No rank writes for ``plan`` any more: deferred blocks are freed. Steps retire in order.
+
+        Copies of a ``failed`` step are made again by the next one for those whose target still lives.
+        """
+        self._retired = max(self._retired, plan.step)
+        copies = self._copying.pop(plan.step, [])
+        if failed:
+            self._copies = copies + self._copies
+        else:
+            for copy in copies:
+                self.tables.pool.free(copy)
+        for step, blocks in self._deferred:
+            if step <= self._retired:
+                self.tables.pool.free(blocks)
+        self._deferred = [item for item in self._deferred if item[0] > self._retired]
+
+    def fork(self, source: Request, target: Request, now: float) -> None:
+        """Starts another choice with the computed tokens of ``source``; without room it waits to be recomputed."""
+        seats = len(self.running) + len(self.loading)
+        num_tokens = source.num_computed_tokens
+        if seats >= self._config.max_num_seqs or not self.tables.can_fork(num_tokens):
+            self.waiting.push(target, resumed=True)
+            return
+        copy = self.tables.fork(source, target, num_tokens)
+        if copy is not None:
+            self._copies.append(copy)
+        target.set_state(RequestState.RUNNING, now)
+        self.running.append(target)
+
+    def loaded(self, request: Request, now: float) -> None:
+        """Remote KV is confirmed: all known tokens count as computed, full blocks are cached, the request runs."""
+        del self.loading[request.transfer_id]
+        request.num_computed_tokens = request.num_tokens
+        self.tables.commit(request)
+        request.set_state(RequestState.RUNNING, now)
+        self.running.append(request)
+
+    def hold(self, request: Request, now: float) -> None:
+        """The prompt is computed and promised: the blocks stay, the seat is free."""
+        self.running.remove(request)
+        request.set_state(RequestState.HELD, now)
+        self.held[request.transfer_id] = request
+
+    def discard(self, request: Request, now: float) -> list[int]:
+        """Takes a request out of wherever it is, FINISHED. Returns its blocks if they were LOADING, else frees them."""
+        quarantined: list[int] = []
+        match request.state:
+            case RequestState.WAITING:
+                if self.blocked.pop(request, None) is None:
+                    self.waiting.remove(request)
+            case RequestState.LOADING:
+                del self.loading[request.transfer_id]
+                quarantined, request.block_ids = request.block_ids, []
+            case RequestState.RUNNING:
+                self.running.remove(request)
+            case RequestState.HELD:
+                del self.held[request.transfer_id]
+            case RequestState.FINISHED:
+                pass
+        request.set_state(RequestState.FINISHED, now)
+        self._release(request)
+        return quarantined
+
+    def owners(self) -> Counter[int]:
+        """References per block as requests, copies and deferred frees count them."""
+        count: Counter[int] = Counter()
+        for request in [*self.running, *self.loading.values(), *self.held.values()]:
+            count.update(request.block_ids)
+        for _, blocks in self._deferred:
+            count.update(blocks)
+        for copies in [self._copies, *self._copying.values()]:
+            for copy in copies:
+                count.update(copy)
+        return count
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens that wait to be computed here or are being computed."""
+        waiting = [*self.blocked, *self.waiting.requests()]
+        return sum(request.num_tokens for request in waiting if not self._is_remote(request)) + sum(
+            request.num_tokens - request.num_computed_tokens for request in self.running if not request.is_decoding
+        )
+
+    def _is_remote(self, request: Request) -> bool:
+        return request.num_new_outputs == 0 and self._policy.loads(request)
+
+    def _width(self, request: Request) -> int:
+        """Choices that the request will run as."""
+        if request.num_new_outputs > 0 or self._policy.holds(request):
+            return 1
+        return request.sampling.n
+
+    def _growth(self, request: Request) -> int:
+        return 0 if self._policy.holds(request) else self._width(request)
+
+    def _continue(self, request: Request, budget: _Budget, chosen: dict[Request, ScheduledRequest], now: float) -> None:
+        decoding = request.is_decoding
+        num = min(request.num_tokens - request.num_computed_tokens, budget.tokens)
+        if not decoding:
+            num = min(num, self._config.prefill_chunk, budget.prompt)
+        if num <= 0:
+            return
+        while not self.tables.can_allocate(request, request.num_computed_tokens + num):
+            victim = max((r for r in self.running if not self._policy.holds(r)), key=rank)
+            entry = chosen.pop(victim, None)
+            if entry is not None:
+                budget.spend(entry, victim.is_decoding, sign=-1)
+            self._preempt(victim, now)
+            if victim is request:
+                return
+        self.tables.grow(request, request.num_computed_tokens + num)
+        drafts = self._draft(request, budget) if decoding else []
+        request.draft_ids = drafts
+        self._choose(request, num + len(drafts), len(drafts), budget, chosen)
+
+    def _draft(self, request: Request, budget: _Budget) -> list[int]:
+        """Drafts that fit tokens, limits and, without preempting or starving anyone, blocks."""
+        room = min(
+            budget.drafts,
+            request.stop.max_tokens - len(request.output_ids) - 1,
+            self._max_model_len - request.num_tokens - 1,
+        )
+        if self._proposer is None or room <= 0:
+            return []
+        drafts = self._proposer.propose(request)[:room]
+        if self.tables.can_allocate(request, request.num_tokens + len(drafts), headroom=len(self.running)):
+            self.tables.grow(request, request.num_tokens + len(drafts))
+            return drafts
+        return drafts[: len(request.block_ids) * self.tables.block_size - request.num_tokens]
+
+    def _admit(self, budget: _Budget, chosen: dict[Request, ScheduledRequest], now: float) -> None:
+        occupied = [*self.running, *self.loading.values()]
+        seats = sum(self._width(request) for request in occupied)
+        growth = sum(self._growth(request) for request in occupied)
+        while len(self.waiting):
+            request = self.waiting.head()
+            alone = not self.running and not self.loading
+            if not alone and seats + self._width(request) > self._config.max_num_seqs:
+                return
+            if not self._start(request, 0 if alone else growth + self._growth(request), budget, chosen, now):
+                return
+            seats += self._width(request)
+            growth += self._growth(request)
+
+    def _start(
+        self, request: Request, headroom: int, budget: _Budget, chosen: dict[Request, ScheduledRequest], now: float
+    ) -> bool:
+        """Admits the head if its blocks and at least one token fit."""
+        block_size = self.tables.block_size
+        remote = self._is_remote(request)
+        if remote:
+            hits = self.tables.match(request, request.num_tokens // block_size)
+            num, reserve = 0, request.num_tokens
+        else:
+            skip = request.sampling.prompt_logprobs is not None and not request.output_ids
+            hits = [] if skip else self.tables.match(request, (request.num_tokens - 1) // block_size)
+            left = request.num_tokens - len(hits) * block_size
+            num = min(left, self._config.prefill_chunk, budget.tokens, budget.prompt)
+            if num <= 0:
+                return False
+            reserve = max(self._policy.reserve_tokens(request), len(hits) * block_size + num)
+        if not self.tables.can_allocate(request, reserve, hits, headroom):
+            return False
+        self.waiting.remove(request)
+        self.tables.admit(request, reserve, hits)
+        if request.admitted_at is None:
+            request.admitted_at = now
+            request.stats.cached_tokens = len(hits) * block_size
+        if remote:
+            request.set_state(RequestState.LOADING, now)
+            self.loading[request.transfer_id] = request
+            self._imports.reserved(request.transfer_id, len(hits), tuple(request.block_ids[len(hits) :]))
+            return True
+        request.set_state(RequestState.RUNNING, now)
+        self.running.append(request)
+        self._exporter.admitted(request, len(hits))
+        self._choose(request, num, 0, budget, chosen)
+        return True
+
+    def _choose(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_drafts: int,
+        budget: _Budget,
+        chosen: dict[Request, ScheduledRequest],
+    ) -> None:
+        samples = request.num_computed_tokens + num_tokens - num_drafts == request.num_tokens
+        num_samples = request.sampling.n if samples and request.num_new_outputs == 0 else 1
+        entry = ScheduledRequest(request, num_tokens, samples, num_samples, num_drafts)
+        budget.spend(entry, request.is_decoding)
+        chosen[request] = entry
+
+    def _preempt(self, request: Request, now: float) -> None:
+        self.running.remove(request)
+        request.set_state(RequestState.WAITING, now)
+        request.num_computed_tokens = 0
+        request.draft_ids = []
+        request.stats.preemptions += 1
+        self.num_preemptions += 1
+        self._release(request)
+        self.waiting.push(request, resumed=True)
+        self.preempted_last = True
+
+    def _release(self, request: Request) -> None:
+        blocks, request.block_ids = request.block_ids, []
+        request.num_cached_blocks = 0
+        if not blocks:
+            return
+        if request.last_step > self._retired:
+            self._deferred.append((request.last_step, blocks))
+        else:
+            self.tables.pool.free(blocks)
+
+    def _launch(self, chosen: dict[Request, ScheduledRequest]) -> StepPlan:
+        pool = self.tables.pool
+        alive = [copy for copy in self._copies if pool.references(copy[1]) > 1]
+        for copy in self._copies:
+            if copy not in alive:
+                pool.free(copy)
+        self._copies = alive
+        if not chosen:
+            return StepPlan(self._launched, ())
+        self._launched += 1
+        self._copies = []
+        self._copying[self._launched] = alive
+        plan = StepPlan(self._launched, list(chosen.values()), alive)
+        for index, entry in enumerate(plan.scheduled):
+            request = entry.request
+            request.last_step = self._launched
+            if self._grammars is not None and entry.samples and request.constraint is not None:
+                plan.allowed[index] = self._grammars.rows(request, request.draft_ids)
+        return plan
