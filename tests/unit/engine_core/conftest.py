@@ -7,6 +7,7 @@ remotely written block that is not what it should be gives other tokens than ``r
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class FakeExecutor:
         result = StepResult([self._one(entry, written) for entry in plan.scheduled])
         if on_layers is not None:
             edges = [self.num_layers * i // layer_groups for i in range(layer_groups + 1)]
-            for start, end in zip(edges, edges[1:], strict=False):
+            for start, end in itertools.pairwise(edges):
                 on_layers(start, end, Written())
         return result
 
@@ -309,7 +310,7 @@ class Harness:
         assert load.cached_blocks == len(self.sink.cached)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def harness():
     return Harness
 

@@ -1,0 +1,129 @@
+"""The seams for speculation and structured output, with scripted implementations."""
+
+import random
+
+import pytest
+import torch
+
+from twinpool.engine.commands import Cancel, GrammarFailed, GrammarReady
+from twinpool.engine.request import Constraint, FailureCode
+
+
+class Oracle:
+    """Knows the future; spoils a share of it."""
+
+    def __init__(self, reference, k, wrong, seed=3):
+        self.reference, self.k, self.wrong = reference, k, wrong
+        self.rng = random.Random(seed)
+
+    def propose(self, request):
+        assert request.is_decoding
+        known = len(request.output_ids)
+        future = self.reference(request.prompt_ids, known + self.k, request.choice, eos=-1)[0][known:]
+        return [t + 1 if self.rng.random() < self.wrong else t for t in future]
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("limits", [{}, {"num_blocks": 16}, {"max_num_batched_tokens": 16}])
+def test_drafts_change_nothing_but_the_number_of_steps(harness, wrong, limits):
+    h = harness(proposer=Oracle(harness.reference, 4, wrong), **limits)
+    prompts = {a: [a, *range(100, 105)] for a in range(1, 5)}
+    for attempt, prompt in prompts.items():
+        h.submit(attempt, prompt, max_tokens=21)
+    h.drain()
+    for attempt, prompt in prompts.items():
+        assert h.output(attempt) == h.reference(prompt, 21)[0]
+        stats = h.sink.outputs[attempt, 0][-1].stats
+        assert (stats.accepted_tokens == 0) == (wrong == 1.0)
+        assert wrong > 0 or stats.accepted_tokens == stats.draft_tokens
+    if not limits:
+        assert len(h.executor.plans) == {0.0: 5, 1.0: 21}.get(wrong, len(h.executor.plans))
+    h.assert_empty()
+
+
+def test_stop_token_inside_an_accepted_draft_drops_the_rest(harness):
+    prompt = list(range(30, 36))
+    whole = harness.reference(prompt, 12)[0]
+    h = harness(proposer=Oracle(harness.reference, 8, 0.0))
+    h.submit(1, prompt, max_tokens=12, stop_token_ids=frozenset({whole[4]}))
+    h.drain()
+    assert h.output(1) == whole[:5]
+    assert h.sink.outputs[1, 0][-1].stop_token_id == whole[4]
+    h.assert_empty()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 7])
+def test_drafts_never_exceed_max_tokens_or_the_model(harness, max_tokens):
+    h = harness(proposer=Oracle(harness.reference, 4, 0.0), max_model_len=12)
+    h.submit(1, list(range(6)), max_tokens=max_tokens)
+    h.drain()
+    assert h.output(1) == h.reference(list(range(6)), max_tokens, max_model_len=12)[0]
+    h.assert_empty()
+
+
+class Grammars:
+    def __init__(self):
+        self.post = {}
+        self.log = []
+        self.live = {}
+
+    def compile(self, request, post):
+        self.post[request.attempt_id] = post
+        self.live[request.attempt_id, request.choice] = list(request.output_ids)
+
+    def fork(self, source, target):
+        self.live[target.attempt_id, target.choice] = list(self.live[source.attempt_id, source.choice])
+
+    def rows(self, request, draft_ids):
+        assert self.live[request.attempt_id, request.choice] == request.output_ids
+        return torch.zeros(1 + len(draft_ids), 2, dtype=torch.int32)
+
+    def accept(self, request, token_ids):
+        self.live[request.attempt_id, request.choice] += token_ids
+
+    def release(self, request):
+        self.live.pop((request.attempt_id, request.choice), None)
+
+
+def test_request_waits_for_its_grammar_and_others_pass(harness):
+    grammars = Grammars()
+    h = harness(grammars=grammars, proposer=Oracle(harness.reference, 3, 0.4))
+    c = Constraint("regex", "a*")
+    h.submit(1, list(range(9)), constraint=c, n=2)
+    h.submit(2, list(range(9)))
+    h.submit(3, list(range(9)), constraint=c)
+    h.submit(4, list(range(9)), constraint=c)
+    h.drain()
+    assert set(h.sink.finish) == {(2, 0)}
+    grammars.post[3](GrammarFailed(3, "unbalanced"))
+    grammars.post[1](GrammarReady(1))
+    h.post(Cancel(4))
+    h.drain()
+    for choice in range(2):
+        assert h.output(1, choice) == h.reference(list(range(9)), 8, choice)[0]
+    assert (h.sink.failures[3].code, h.sink.failures[3].field) == (FailureCode.INVALID, "structured_output")
+    grammars.post[4](GrammarReady(4))
+    h.drain()
+    assert grammars.live == {}
+    h.assert_empty()
+
+
+def test_masks_are_planned_for_sampling_entries_only(harness):
+    grammars = Grammars()
+    h = harness(grammars=grammars, prefill_chunk=4)
+    masks = []
+    run = h.executor.run
+    h.executor.run = lambda plan, g, cb: (masks.append(dict(plan.allowed)), run(plan, g, cb))[1]
+    h.submit(1, list(range(9)), max_tokens=2, constraint=Constraint("regex", "a*"))
+    h.step()
+    grammars.post[1](GrammarReady(1))
+    h.drain()
+    assert [sorted(mask) for mask in masks] == [[], [], [0], [0]]
+    h.assert_empty()
+
+
+def test_constraint_without_grammar_support_is_refused(harness):
+    h = harness()
+    h.submit(1, [1, 2], constraint=Constraint("regex", "a*"))
+    h.step()
+    assert h.sink.failures[1].field == "structured_output"
