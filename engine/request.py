@@ -185,7 +185,8 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token lacks KV: a generated one, so that a step is one token (and drafts)."""
-        return self.num_new_outputs > 0 and self.num_computed_tokens == self.num_tokens - 1
+        outputs = len(self.output_ids)
+        return outputs > self.num_prior_outputs and self.num_computed_tokens == len(self.prompt_ids) + outputs - 1
 
     def token(self, position: int) -> int:
         """Token at ``position`` of prompt + output."""

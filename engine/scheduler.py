@@ -100,7 +100,7 @@ class Scheduler:
         if blockers:
             self.blocked[request] = blockers
         else:
-            self.waiting.push(request, resumed=False)
+            self._enqueue(request, resumed=False)
 
     def unblock(self, request: Request, blocker: Blocker) -> None:
         """One reason to wait is gone. Idempotent."""
@@ -110,7 +110,7 @@ class Scheduler:
         blockers.discard(blocker)
         if not blockers:
             del self.blocked[request]
-            self.waiting.push(request, resumed=False)
+            self._enqueue(request, resumed=False)
 
     def schedule(self, now: float) -> StepPlan:
         """Plans a step; with nothing to compute the plan is empty, is not launched, and keeps the last number."""
@@ -161,7 +161,7 @@ class Scheduler:
         seats = len(self.running) + len(self.loading)
         num_tokens = source.num_computed_tokens
         if seats >= self._config.max_num_seqs or not self.tables.can_fork(num_tokens):
-            self.waiting.push(target, resumed=True)
+            self._enqueue(target, resumed=True)
             return
         copy = self.tables.fork(source, target, num_tokens)
         if copy is not None:
@@ -217,10 +217,16 @@ class Scheduler:
 
     def queued_tokens(self) -> int:
         """Prompt tokens that wait to be computed here or are being computed."""
-        waiting = [*self.blocked, *self.waiting.requests()]
-        return sum(request.num_tokens for request in waiting if not self._is_remote(request)) + sum(
-            request.num_tokens - request.num_computed_tokens for request in self.running if not request.is_decoding
-        )
+        blocked = sum(self._work(request) for request in self.blocked)
+        running = sum(r.num_tokens - r.num_computed_tokens for r in self.running if not r.is_decoding)
+        return self.waiting.num_tokens + blocked + running
+
+    def _enqueue(self, request: Request, resumed: bool) -> None:
+        self.waiting.push(request, resumed, self._work(request))
+
+    def _work(self, request: Request) -> int:
+        """Tokens to compute here before the request generates."""
+        return 0 if self._is_remote(request) else request.num_tokens
 
     def _is_remote(self, request: Request) -> bool:
         return request.num_new_outputs == 0 and self._policy.loads(request)
@@ -340,7 +346,7 @@ class Scheduler:
         request.stats.preemptions += 1
         self.num_preemptions += 1
         self._release(request)
-        self.waiting.push(request, resumed=True)
+        self._enqueue(request, resumed=True)
         self.preempted_last = True
 
     def _release(self, request: Request) -> None:

@@ -15,25 +15,29 @@ def rank(request: Request) -> tuple[int, int, int]:
 
 
 class WaitingQueue:
-    """Resumed requests first, then by ``rank``; with equal priorities that is first come, first served."""
+    """Resumed requests first, then by ``rank``; with equal priorities that is first come, first served.
+
+    ``num_tokens`` is the sum of the ``work`` of all that wait: tokens to be computed here.
+    """
 
     def __init__(self) -> None:
         self._keys: list[_Key] = []
         self._requests: dict[_Key, Request] = {}
         self._key_of: dict[Request, _Key] = {}
+        self._work: dict[Request, int] = {}
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._key_of
-
-    def push(self, request: Request, resumed: bool) -> None:
+    def push(self, request: Request, resumed: bool, work: int) -> None:
         """Adds a request; ``resumed`` ones (preempted, or without room to start beside its siblings) go first."""
         key = (not resumed, *rank(request))
         insort(self._keys, key)
         self._requests[key] = request
         self._key_of[request] = key
+        self._work[request] = work
+        self.num_tokens += work
 
     def head(self) -> Request:
         """The next to be admitted; the queue must not be empty."""
@@ -46,9 +50,6 @@ class WaitingQueue:
             KeyError: it is not here.
         """
         key = self._key_of.pop(request)
+        self.num_tokens -= self._work.pop(request)
         del self._requests[key]
         del self._keys[bisect_left(self._keys, key)]
-
-    def requests(self) -> list[Request]:
-        """All, in order."""
-        return [self._requests[key] for key in self._keys]
