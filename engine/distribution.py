@@ -1,12 +1,12 @@
 """From adjusted logits to tokens: temperature, top-k, top-p, min-p, then the inverse of the CDF at a keyed uniform.
 
-Life of a block of rows (callers own the tensors; ``z`` is mutated):
+Life of a block of rows (callers own the tensors; ``z`` is overwritten):
 
 1. ``scaled`` shifts each row to a maximum of 0 and divides by the temperature.
 2. ``truncate`` drops tokens: each filter keeps a prefix of the order (logit descending, token id ascending). First
    the ``top_k`` best; then the shortest prefix of those whose share of their mass reaches ``top_p``; then those with
    at least ``min_p`` times the best token's probability. At least one token stays.
-3. ``draw`` takes the first token, in token id order, at which the running sum exceeds u times the total.
+3. ``draw`` takes the first kept token, in token id order, at which the running sum exceeds u times the total.
 
 Arithmetic: probabilities are float32 and not normalised; they are summed in float32 inside fixed chunks of 128 tokens
 and in float64 beyond, where rounding cannot move a boundary by more than about 1e-7 of the total. The uniform's target
@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from twinpool.engine import row_ops
-
-_CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,54 +48,65 @@ def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
     """
     maximum = logits.amax(-1, keepdim=True)
     z = logits - maximum
-    broken = ~maximum.isfinite()
-    if bool(broken.any()):
+    if not bool(maximum.isfinite().all()):
+        broken = ~maximum.isfinite()
         z.masked_fill_(broken, -torch.inf)
         z[:, :1].masked_fill_(broken, 0.0)
     return z.div_(temperature)
 
 
-def truncate(z: Tensor, filters: Filters) -> None:
-    """Sets the scaled logits of dropped tokens to -inf in place."""
+def truncate(z: Tensor, filters: Filters) -> tuple[Tensor, Tensor | None]:
+    """Applies the filters; returns scaled logits ``[rows, n]`` and the token ids ``[n]`` of their columns.
+
+    Ids are None where columns are token ids; then dropped tokens have -inf (and ``z`` was mutated). Otherwise, always
+    for a single row, only the kept tokens are returned, in id order.
+    """
     vocab = z.shape[-1]
     if filters.max_top_k >= vocab and not filters.has_top_p:
-        if filters.has_min_p:
-            row_ops.drop_below(z, filters.log_min_p)
-        return
+        if not filters.has_min_p:
+            return z, None
+        return _keep(z, filters.log_min_p, None)
     if filters.max_top_k < vocab:
-        ranked = row_ops.largest(z, filters.max_top_k)
+        ranked = row_ops.best(z, filters.max_top_k)[0]
+        total = None
     else:
         # Tokens below (1 - top_p) / vocab of the mass sum to less than 1 - top_p: never part of the nucleus. Half of
         # that leaves room for rounding.
-        mass = _chunk_sums(z.exp())[1].sum(-1, keepdim=True)
-        floor = torch.log((1 - filters.top_p).clamp_min(1e-300) * mass * (0.5 / vocab)).float()
-        ranked = row_ops.descending(z, torch.minimum(floor, torch.zeros_like(floor)))
-    rank = torch.arange(ranked.shape[-1], device=z.device)
-    kept = rank < filters.top_k
+        total = row_ops.chunk_sums(row_ops.weights(z))[1].sum(-1, keepdim=True)
+        floor = torch.log((1 - filters.top_p) * total * (0.5 / vocab)).clamp_(-87, 0)
+        ranked = row_ops.descending(z, floor, filters.top_p * total)
+    kept = torch.arange(ranked.shape[-1], device=z.device) < filters.top_k
     if filters.has_top_p:
-        weights = ranked.exp().double().mul_(kept)
+        weights = row_ops.weights(ranked).double().mul_(kept)
+        if total is None:
+            total = weights.sum(-1, keepdim=True)
         before = weights.cumsum(-1) - weights
-        # Without top-k the ranked tokens may lack the far tail, so the mass is that of all tokens.
-        total = mass if filters.max_top_k >= vocab else weights.sum(-1, keepdim=True)
         kept &= (before < filters.top_p * total) | (filters.top_p >= 1)
     if filters.has_min_p:
         kept &= ranked >= filters.log_min_p
     num_kept = kept.sum(-1, keepdim=True).clamp_min(1)
     threshold = ranked.gather(-1, num_kept - 1)
-    if bool((row_ops.drop_below(z, threshold) > num_kept).any()):
-        _drop_ties(z, threshold, num_kept, ranked)
+    return _keep(z, threshold, num_kept - (ranked > threshold).sum(-1, keepdim=True))
 
 
-def _drop_ties(z: Tensor, threshold: Tensor, num_kept: Tensor, ranked: Tensor) -> None:
-    """Of the tokens tied at the threshold keeps the lowest ids, so that ``num_kept`` stay."""
-    quota = num_kept - (ranked > threshold).sum(-1, keepdim=True)
-    tied = z == threshold
-    z.masked_fill_(tied & (tied.cumsum(-1) > quota), -torch.inf)
+def _keep(z: Tensor, threshold: Tensor, quota: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Keeps what is above ``threshold`` and, of the tokens at it, the ``quota`` lowest ids; both ``[rows, 1]``."""
+    ids = None
+    if len(z) == 1:
+        ids = row_ops.at_least(z[0], threshold)
+        z = z[:, ids]
+    else:
+        z.masked_fill_(z < threshold, -torch.inf)
+    if quota is not None:
+        tied = z == threshold
+        if bool((tied.sum(-1, keepdim=True) > quota).any()):
+            z.masked_fill_(tied & (tied.cumsum(-1) > quota), -torch.inf)
+    return z, ids
 
 
 def draw(z: Tensor, u: Tensor) -> Tensor:
-    """Tokens int64 ``[rows, draws]`` at the uniforms ``u`` float64 ``[rows, draws]``, from scaled logits ``z``."""
-    weights, sums = _chunk_sums(z.exp())
+    """Columns int64 ``[rows, draws]`` at the uniforms ``u`` float64 ``[rows, draws]``."""
+    weights, sums = row_ops.chunk_sums(row_ops.weights(z))
     cumulative = sums.cumsum(-1)
     target = _below(u * cumulative[:, -1:], cumulative[:, -1:])
     # The first chunk whose running sum exceeds the target: its own sum is above zero.
@@ -106,18 +115,9 @@ def draw(z: Tensor, u: Tensor) -> Tensor:
     rows = torch.arange(len(z), device=z.device).unsqueeze(-1)
     inside = weights[rows, chunk].double().cumsum(-1)
     target = _below(target.clamp_min_(0), inside[..., -1])
-    return chunk * _CHUNK + (inside <= target.unsqueeze(-1)).sum(-1).clamp_max_(_CHUNK - 1)
+    return chunk * row_ops.CHUNK + (inside <= target.unsqueeze(-1)).sum(-1).clamp_max_(row_ops.CHUNK - 1)
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
     """``target``, or the largest number below ``total`` where it is not below."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-
-
-def _chunk_sums(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights as ``[rows, chunks, 128]`` and the chunks' sums as float64 ``[rows, chunks]``."""
-    rows, length = weights.shape
-    if length % _CHUNK:
-        weights = torch.nn.functional.pad(weights, (0, -length % _CHUNK))
-    chunks = weights.view(rows, -1, _CHUNK)
-    return chunks, chunks.sum(-1).double()

@@ -102,7 +102,7 @@ class Sampler:
 
         Row i is the model's output at the position before the token.
         """
-        return token_logprobs(logits, token_ids, top)
+        return token_logprobs(logits, range(len(token_ids)), token_ids, top)
 
     def _lay_out(
         self, logits: Tensor, scheduled: Sequence[ScheduledRequest], allowed: Sequence[Tensor | None]
@@ -142,8 +142,11 @@ class Sampler:
                     tokens = row_ops.argmax(values).unsqueeze(-1).expand(-1, u.shape[-1])
                 else:
                     z = scaled(values, self._column([row.request.sampling.temperature for row in members]))
-                    truncate(z, self._filters(members))
+                    ids = None
+                    if kind is not _Kind.FULL or any(row.request.sampling.min_p > 0 for row in members):
+                        z, ids = truncate(z, self._filters(members))
                     tokens = draw(z, torch.from_numpy(np.concatenate([part for _, part in block])).to(self._device))
+                    tokens = tokens if ids is None else ids[tokens]
                 for row, row_tokens in zip(members, tokens.tolist(), strict=True):
                     row.tokens = row_tokens[: row.draws]
 
@@ -167,11 +170,12 @@ class Sampler:
             return values
         if values.data_ptr() == logits[first].data_ptr():
             values = values.clone()
-        masked = [i for i, row in enumerate(rows) if row.allowed is not None]
-        if masked:
-            words = torch.stack([row.allowed for row in rows if row.allowed is not None]).to(self._device)
-            bits = row_ops.unpack_bits(words, self._vocab_size)
-            row_ops.keep_only(values, masked, bits)
+        masks = [row.allowed for row in rows if row.allowed is not None]
+        if masks:
+            # Rows with and without a mask go through together; all bits set changes nothing.
+            everything = torch.full_like(masks[0], -1)
+            words = torch.stack([everything if row.allowed is None else row.allowed for row in rows])
+            row_ops.forbid(values, words.to(self._device))
         adjust(values, [row.adjusted for row in rows])
         return values
 
@@ -214,13 +218,9 @@ class Sampler:
                     (sampled, index, token) for index, token in zip(sources, token_ids, strict=True)
                 )
         for top, items in wanted.items():
-            # Indexing copies the rows; on CPU one row at a time stays in cache and small.
-            step = self._rows_per_block
-            for i in range(0, len(items), step):
-                part = items[i : i + step]
-                entries = token_logprobs(logits[[index for _, index, _ in part]], [token for _, _, token in part], top)
-                for (sampled, _, _), logprob in zip(part, entries, strict=True):
-                    sampled.logprobs.append(logprob)
+            entries = token_logprobs(logits, [index for _, index, _ in items], [token for _, _, token in items], top)
+            for (sampled, _, _), logprob in zip(items, entries, strict=True):
+                sampled.logprobs.append(logprob)
         return result
 
 
