@@ -144,11 +144,15 @@ class Proposer(Protocol):
         """
 
 
+class GrammarError(Exception):
+    """A constraint that can go no further, such as one that met a resource limit. Only its request fails."""
+
+
 class Grammars(Protocol):
     """Structured output: compiled constraints and one matcher per (attempt, choice).
 
     Life of a matcher: ``compile`` -> GrammarReady -> ``rows`` / ``accept`` each step -> ``release``. A matcher never
-    advances except in ``accept``; drafts are looked ahead inside ``rows``.
+    advances except in ``accept``; drafts are looked ahead inside ``rows``. After ``accept`` ask ``ended``.
     """
 
     def compile(self, request: Request, post: Callable[[Command], None]) -> None:
@@ -164,10 +168,20 @@ class Grammars(Protocol):
         """Int32 bitmask ``[1 + len(draft_ids), ceil(vocab / 32)]``, bit 1 = allowed; row i follows i drafts.
 
         Rows after a draft that the grammar refuses allow everything: verification stops before them.
+
+        Raises:
+            GrammarError: the constraint met a resource limit.
         """
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Advances over appended tokens. Not called with a token that ended the request."""
+        """Advances over appended tokens. Not called with a token that ended the request.
+
+        Raises:
+            GrammarError: the constraint refuses a token.
+        """
+
+    def ended(self, request: Request) -> bool:
+        """Whether the output satisfies the constraint and nothing can follow: the request finishes with STOP."""
 
     def release(self, request: Request) -> None:
         """Forgets the matcher (or the compilation under way) of one choice. Idempotent."""
