@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -261,13 +262,21 @@ def _replace_unary(handler: Any) -> grpc.RpcMethodHandler:
 def _replace_stream(handler: Any) -> grpc.RpcMethodHandler:
     inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             async for response in inner(request, context):
                 yield response
         except TwinpoolError as error:
             await abort(context, error)
 
+    async def write(request: Any, context: grpc.aio.ServicerContext) -> None:
+        try:
+            await inner(request, context)
+        except TwinpoolError as error:
+            await abort(context, error)
+
+    # Handlers either yield responses or write them to the context (health's Watch does).
+    call = generate if inspect.isasyncgenfunction(inner) else write
     make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
     return make(call, handler.request_deserializer, handler.response_serializer)
 
