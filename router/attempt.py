@@ -1,0 +1,87 @@
+"""One dispatch of a request to a pair of workers, or to a decode worker alone.
+
+An attempt is made by its flow, registered with both sessions under one random id, and ended exactly once: by the
+workers (all choices finished), or by the flow (``cancel``: both workers are told).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from twinpool.router.messages import Failure, Output, Role, Stats
+from twinpool.router.policy import Route
+from twinpool.router.worker_session import WorkerSession
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """See the module docstring; ``transfer_id`` is 0 without a prefill worker."""
+
+    attempt_id: int
+    transfer_id: int
+    choices: tuple[int, ...]
+    base: dict[int, int]
+    """Per choice, the output tokens known when it was submitted."""
+    route: Route
+    decode: WorkerSession
+    prefill: WorkerSession | None
+    loaded: bool = False
+    ended: bool = False
+    prefilled: set[int] = field(default_factory=set)
+    """Choices whose first token came from the prefill worker."""
+    prompt_logprobs: dict[int, int] = field(default_factory=dict)
+    """Prompt logprobs received, per choice."""
+    stats: dict[tuple[Role, int], Stats] = field(default_factory=dict)
+
+    @property
+    def awaits_prefill_stats(self) -> bool:
+        """Whether the prefill worker still owes its account."""
+        return self.prefill is not None and self.prefill.usable and ("prefill", self.choices[0]) not in self.stats
+
+    def stats_of(self, role: Role) -> Stats | None:
+        """What one worker did: the account of its first choice, which did the work that the others share."""
+        return min(((choice, s) for (r, choice), s in self.stats.items() if r == role), default=(0, None))[1]
+
+    def cancel(self) -> None:
+        """Ends the attempt on both workers. Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self.decode.cancel(self.attempt_id)
+            if self.prefill is not None:
+                self.prefill.cancel(self.attempt_id)
+
+    def close(self) -> None:
+        """Drops an attempt that the workers have ended. Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self.decode.forget(self.attempt_id)
+            if self.prefill is not None:
+                self.prefill.forget(self.attempt_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """An attempt at one worker: the sink that its session feeds."""
+
+    attempt: Attempt
+    role: Role
+    output: Callable[[Attempt, Role, Output], None]
+    failed: Callable[[Attempt, Role, Failure], None]
+    lost: Callable[[Attempt, Role, str], None]
+
+    def on_output(self, output: Output) -> None:
+        """See ``AttemptSink``."""
+        self.output(self.attempt, self.role, output)
+
+    def on_failed(self, failure: Failure) -> None:
+        """See ``AttemptSink``."""
+        self.failed(self.attempt, self.role, failure)
+
+    def on_loaded(self) -> None:
+        """See ``AttemptSink``."""
+        self.attempt.loaded = True
+
+    def on_session_end(self, reason: str) -> None:
+        """See ``AttemptSink``."""
+        self.lost(self.attempt, self.role, reason)
