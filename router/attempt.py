@@ -37,7 +37,9 @@ class Attempt:
     @property
     def awaits_prefill_stats(self) -> bool:
         """Whether the prefill worker still owes its account."""
-        return self.prefill is not None and self.prefill.usable and ("prefill", self.choices[0]) not in self.stats
+        if self.prefill is None or self.ended or not self.prefill.usable:
+            return False
+        return ("prefill", self.choices[0]) not in self.stats
 
     def stats_of(self, role: Role) -> Stats | None:
         """What one worker did: the account of its first choice, which did the work that the others share."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from twinpool.config import RouterSection
@@ -97,12 +98,14 @@ class Flow:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._consumer_waits = False
         self._dispatched = self._first_token = self._last_token = 0.0
-        self._redispatches = self._crashes = self._failures = 0
+        self._redispatches = self._failures = 0
+        self._crashes: Counter[int] = Counter()
+        self._tries: Counter[int] = Counter()
         self._avoid: set[WorkerKey] = set()
         self._exhausted: set[WorkerKey] = set()
         self._prompt_ids_sent = not request.want_token_ids
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """Everything that the client gets, in order. Closing the iterator cancels the request.
 
         Raises:
@@ -121,6 +124,8 @@ class Flow:
                 summary = None
                 if all(choice.finish is not None for choice in self._choices):
                     await self._await_prefill_stats()
+                    if self._error is not None:
+                        raise self._error
                     summary = self._summarize()
                     self.close()
                 for chunk in self._take(summary):
@@ -203,10 +208,11 @@ class Flow:
         if not self._attempts:
             self._dispatched = self._loop.time()
         self._attempts.append(attempt)
+        self._tries.update(attempt.choices)
         self._context.metrics.routed(route)
         submission = self._submission(attempt)
         decode.submit(submission, Leg(attempt, "decode", self._on_output, self._on_failed, self._on_lost))
-        if prefill is not None:
+        if prefill is not None and not attempt.ended:
             prefill.submit(submission, Leg(attempt, "prefill", self._on_output, self._on_failed, self._on_lost))
 
     def _submission(self, attempt: Attempt) -> Submission:
@@ -291,7 +297,7 @@ class Flow:
             case FailureCode.EXHAUSTED if key is not None:
                 self._exhausted.add(key)
             case FailureCode.INTERNAL:
-                self._crashes += 1
+                self._crashes.update(attempt.choices)
         if key is not None:
             self._avoid.add(key)
         self._retry(attempt, failure.code.value, f"{name}: {failure.message}")
@@ -300,7 +306,7 @@ class Flow:
         if attempt.ended or self._is_over(attempt) or (role == "prefill" and attempt.loaded):
             return
         if role == "decode" or not attempt.prefilled.issuperset(attempt.choices):
-            self._crashes += 1  # it was running the request when it went
+            self._crashes.update(attempt.choices)  # it was running the request when it went
         self._retry(attempt, "worker_lost", reason)
 
     def _is_over(self, attempt: Attempt) -> bool:
@@ -312,10 +318,10 @@ class Flow:
         """The one recovery path: ends the attempt and starts anew from the tokens so far."""
         attempt.cancel()
         self._failures += 1
-        if self._crashes >= MAX_CRASHES:
+        if any(self._crashes[choice] >= MAX_CRASHES for choice in attempt.choices):
             self.cancel(
                 TwinpoolError(
-                    f"{self._crashes} workers failed while they ran this request, so it is not tried again; "
+                    f"{MAX_CRASHES} workers failed while they ran this request, so it is not tried again; "
                     f"last: {reason}"
                 )
             )
@@ -324,8 +330,9 @@ class Flow:
         self._notify()
         if not rest:
             return
-        if len(self._attempts) >= self._context.config.max_attempts:
-            self.cancel(Unavailable(f"gave up after {len(self._attempts)} attempts; last: {reason}"))
+        tries = max(self._tries[index] for index in rest)
+        if tries >= self._context.config.max_attempts:
+            self.cancel(Unavailable(f"gave up after {tries} attempts; last: {reason}"))
             return
         self._redispatches += 1
         self._context.metrics.redispatched(label)

@@ -27,9 +27,7 @@ class RouterMetrics:
         self._workers = Gauge(
             "twinpool_router_workers", "Workers by role and state", ["role", "state"], registry=self.registry
         )
-        self._routes = Counter(
-            "twinpool_router_routes", "Dispatches by path", ["path"], registry=self.registry
-        )
+        self._routes = Counter("twinpool_router_routes", "Dispatches by path", ["path"], registry=self.registry)
         self._redispatches = Counter(
             "twinpool_router_redispatches", "Attempts started after a loss", ["reason"], registry=self.registry
         )

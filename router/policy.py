@@ -175,7 +175,9 @@ def _choose_pair(query: RouteQuery, usable: Sequence[WorkerView], decoders: Sequ
         prefill = min(linked[decode.key], key=lambda view: _prefill_score(view, query))
         return Route(decode.key, prefill.key, f"disaggregate: {query.mode}")
     if query.mode == "auto":
-        return Route(_best_decode(decoders, query).key, None, "disaggregate: auto, no linked prefill worker")
+        return Route(
+            _best_decode(decoders, query).key, None, "disaggregate: auto, no linked prefill worker can take it now"
+        )
     if query.is_retry:
         reason = "disaggregate: always, but no linked prefill worker is left: decode recomputes"
         return Route(_best_decode(decoders, query).key, None, reason)

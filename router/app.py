@@ -1,0 +1,182 @@
+"""A whole router in one event loop: sessions with workers, gRPC and HTTP.
+
+1. ``start`` reads the model's text files, binds both ports, opens the sessions.
+2. Health of the inference service follows readiness: whether a request sent now could be served.
+3. ``stop`` refuses new requests (health first), gives those in flight ``drain_timeout_s``, then closes everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from twinpool.config import Config
+from twinpool.errors import ConfigError
+from twinpool.proto import inference_pb2_grpc
+from twinpool.router.admission import Admission
+from twinpool.router.flow import FlowContext
+from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
+from twinpool.router.http_service import HttpService
+from twinpool.router.intake import Intake
+from twinpool.router.metrics import RouterMetrics
+from twinpool.router.policy import CostModel
+from twinpool.router.registry import Registry
+from twinpool.router.text import ModelText
+from twinpool.rpc import RpcServer, Servicer
+
+log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0
+"""For messages on their way to clients when the drain time is over."""
+
+
+class Router:
+    """See the module docstring; made by ``start``."""
+
+    def __init__(self, config: Config, registry: Registry, admission: Admission, rpc: RpcServer, http: HttpServer):
+        self._config = config
+        self._registry = registry
+        self._admission = admission
+        self._rpc = rpc
+        self._http = http
+        self._health: asyncio.Task[None] | None = None
+        self.grpc_port = rpc.port
+        self.http_port = http.port
+
+    @classmethod
+    async def start(cls, config: Config, model_folder: Path) -> Router:
+        """Starts serving; readiness follows as workers connect.
+
+        Raises:
+            ConfigError: a port is in use, or the model folder is unusable.
+        """
+        text = ModelText.load(model_folder)
+        registry, metrics = Registry(config), RouterMetrics()
+        admission = Admission(config.router.max_queued)
+        context = FlowContext(config.router, registry, text, metrics, CostModel())
+        intake = Intake(context, admission)
+        inference, info = InferenceServicer(intake, text), InfoServicer(registry, admission)
+        servicers = [
+            Servicer(INFERENCE, lambda server: _add_inference(inference, server)),
+            Servicer(INFO, lambda server: _add_info(info, server)),
+        ]
+        app = HttpService(intake, registry, admission, text, metrics).app
+        http = HttpServer(app, config.router.host, config.router.http_port)
+        try:
+            rpc = await RpcServer.start(config.router.host, config.router.grpc_port, servicers)
+        except ConfigError:
+            await http.stop()
+            raise
+        await rpc.set_serving(INFO, True)
+        http.start()
+        registry.start()
+        router = cls(config, registry, admission, rpc, http)
+        router._health = asyncio.create_task(router._follow_readiness())
+        log.info("router %s: gRPC on port %d, HTTP on port %d", registry.identity.router_id, rpc.port, http.port)
+        return router
+
+    @property
+    def registry(self) -> Registry:
+        """The workers."""
+        return self._registry
+
+    @property
+    def admission(self) -> Admission:
+        """The requests in flight."""
+        return self._admission
+
+    async def wait_ready(self) -> None:
+        """Returns when a request could be served."""
+        while self._registry.not_ready_reason:
+            await self._registry.wait_changed()
+
+    async def stop(self, drain_timeout_s: float | None = None) -> bool:
+        """Drains and stops; False when requests were cut off because the drain time was over."""
+        timeout_s = self._config.router.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+        if self._health is not None:
+            self._health.cancel()
+        await self._rpc.set_serving(INFERENCE, False)
+        drained = await self._admission.drain(timeout_s)
+        await asyncio.gather(self._rpc.stop(_LAST_WORDS_S if drained else 0), self._http.stop())
+        await self._registry.stop()
+        return drained
+
+    async def _follow_readiness(self) -> None:
+        serving = False
+        while True:
+            ready = not self._registry.not_ready_reason
+            if ready != serving:
+                serving = ready
+                await self._rpc.set_serving(INFERENCE, ready)
+                log.info("router is %s", "ready" if ready else f"not ready: {self._registry.not_ready_reason}")
+            else:
+                await self._registry.wait_changed()
+
+
+class HttpServer:
+    """uvicorn inside the router's loop: binds at once, serves from ``start`` to ``stop``."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        """Binds ``host:port``; 0 picks a free port.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"cannot listen on {host}:{port} (router.http_port): {error.strerror}; "
+                "stop the other program or choose another port"
+            ) from error
+        self.port: int = self._socket.getsockname()[1]
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Serves in a task of its own."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def stop(self) -> None:
+        """Stops accepting, closes connections. Idempotent."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to the router, not to uvicorn."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _add_inference(servicer: InferenceServicer, server: object) -> None:
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+
+
+def _add_info(servicer: InfoServicer, server: object) -> None:
+    inference_pb2_grpc.add_InfoServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]

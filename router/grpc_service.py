@@ -1,0 +1,182 @@
+"""The public gRPC services: translate, call, translate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+
+import grpc.aio
+
+import twinpool
+from twinpool.errors import Cancelled
+from twinpool.proto import inference_pb2, inference_pb2_grpc
+from twinpool.router.admission import Admission
+from twinpool.router.flow import Chunk
+from twinpool.router.intake import Intake
+from twinpool.router.messages import FinishReason, TokenLogprob
+from twinpool.router.registry import Registry
+from twinpool.router.summary import Summary
+from twinpool.router.text import ModelText
+from twinpool.router.worker_session import WorkerSession
+
+INFERENCE = "twinpool.inference.v1.InferenceService"
+INFO = "twinpool.inference.v1.InfoService"
+REQUEST_ID_METADATA = "x-request-id"
+
+_FINISH = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: inference_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Generation."""
+
+    def __init__(self, intake: Intake, text: ModelText) -> None:
+        self._intake = intake
+        self._text = text
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """See inference.proto."""
+        flow = await self._intake.open(request, context.time_remaining())
+        # The generators below are not closed at once when a call ends while a response is being written.
+        context.add_done_callback(lambda _: flow.cancel(Cancelled("the client cancelled")))
+        await context.send_initial_metadata(((REQUEST_ID_METADATA, flow.request.request_id),))
+        async with aclosing(flow.chunks()) as chunks:
+            async for chunk in chunks:
+                yield response(chunk, self._text)
+
+
+class InfoServicer(inference_pb2_grpc.InfoServiceServicer):
+    """Read-only facts."""
+
+    def __init__(self, registry: Registry, admission: Admission) -> None:
+        self._registry = registry
+        self._admission = admission
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        """See inference.proto."""
+        return inference_pb2.ListModelsResponse(models=served_models(self._registry))
+
+    async def GetStatus(
+        self, request: inference_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GetStatusResponse:
+        """See inference.proto."""
+        reason = "the router is shutting down" if self._admission.draining else self._registry.not_ready_reason
+        return inference_pb2.GetStatusResponse(
+            version=twinpool.__version__,
+            workers=[_worker_status(session, self._registry) for session in self._registry.sessions],
+            in_flight=self._admission.in_flight,
+            ready=not reason,
+            not_ready_reason=reason,
+        )
+
+
+def served_models(registry: Registry) -> list[inference_pb2.Model]:
+    """The served model, once a worker is connected; one entry per revision during an upgrade."""
+    lengths: dict[str, int] = {}
+    for view in registry.views():
+        revision = view.info.revision
+        lengths[revision] = min(view.info.max_model_len, lengths.get(revision, view.info.max_model_len))
+    name = registry.model or ""
+    return [
+        inference_pb2.Model(id=name, max_model_len=length, revision=revision) for revision, length in lengths.items()
+    ]
+
+
+def response(chunk: Chunk, text: ModelText) -> inference_pb2.GenerateResponse:
+    """A chunk as a message."""
+    message = inference_pb2.GenerateResponse(
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        logprobs=_logprobs(chunk.logprobs, text),
+        prompt_logprobs=_logprobs(chunk.prompt_logprobs, text),
+        finish_reason=_FINISH[chunk.finish],
+        stop_reason=chunk.stop_reason,
+        prompt_token_ids=chunk.prompt_token_ids,
+    )
+    if chunk.summary is not None:
+        _add_summary(message, chunk.summary)
+    return message
+
+
+def _add_summary(message: inference_pb2.GenerateResponse, summary: Summary) -> None:
+    usage, timings = summary.usage, summary.timings
+    message.usage.CopyFrom(
+        inference_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            remote_tokens=usage.remote_tokens,
+            decode_cached_tokens=usage.decode_cached_tokens,
+            decode_computed_tokens=usage.decode_computed_tokens,
+            prefill_cached_tokens=usage.prefill_cached_tokens,
+            prefill_computed_tokens=usage.prefill_computed_tokens,
+            transfer_bytes=usage.transfer_bytes,
+            transport=usage.transport,
+            route_reason=usage.route_reason,
+            redispatches=usage.redispatches,
+            draft_tokens=usage.draft_tokens,
+            accepted_tokens=usage.accepted_tokens,
+            preemptions=usage.preemptions,
+        )
+    )
+    message.timings.CopyFrom(
+        inference_pb2.Timings(
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            transfer_s=timings.transfer_s,
+            exposed_transfer_s=timings.exposed_transfer_s,
+            decode_s=timings.decode_s,
+            first_token_s=timings.first_token_s,
+            total_s=timings.total_s,
+        )
+    )
+    message.prefill_worker = summary.prefill_worker
+    message.decode_worker = summary.decode_worker
+
+
+def _logprobs(items: Iterable[TokenLogprob], text: ModelText) -> list[inference_pb2.TokenLogprob]:
+    return [
+        inference_pb2.TokenLogprob(
+            token_id=item.token_id,
+            logprob=item.logprob,
+            rank=item.rank,
+            top=[inference_pb2.TopLogprob(token_id=token, logprob=logprob) for token, logprob in item.top],
+            text=text.token_text(item.token_id),
+        )
+        for item in items
+    ]
+
+
+def _worker_status(session: WorkerSession, registry: Registry) -> inference_pb2.WorkerStatus:
+    info, report = session.info, session.report
+    status = inference_pb2.WorkerStatus(state=session.state, address=session.address, error=session.error)
+    if info is None:
+        return status
+    status.worker_id, status.role, status.model = info.worker_id, info.role, info.model
+    status.total_blocks = info.num_blocks
+    if not session.usable:
+        return status
+    status.running, status.waiting = report.running, report.waiting
+    status.loading, status.held = report.loading, report.held
+    status.free_blocks, status.steps = report.free_blocks, report.steps
+    status.open_exchanges, status.quarantined_blocks = report.open_exchanges, report.quarantined_blocks
+    status.draining = report.draining
+    status.links.extend(
+        inference_pb2.Link(
+            prefill_worker=link.worker_id,
+            linked=link.linked,
+            transport=link.transport,
+            gigabytes_per_second=link.gigabytes_per_second,
+            error=link.error,
+        )
+        for link in registry.links_of(session)
+    )
+    return status

@@ -1,0 +1,199 @@
+"""The OpenAI-compatible HTTP API and the routes for probes, metrics and tokenisation."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+import twinpool
+from twinpool.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, TwinpoolError, Unavailable
+from twinpool.router.admission import Admission
+from twinpool.router.completions import Completion
+from twinpool.router.flow import Flow
+from twinpool.router.intake import Intake
+from twinpool.router.metrics import RouterMetrics
+from twinpool.router.openai_format import ChatFormat, CompletionFormat, Echo, Json
+from twinpool.router.openai_types import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TokenizeBody,
+    parse,
+)
+from twinpool.router.registry import Registry
+from twinpool.router.sse import EventStream, unless_disconnected
+from twinpool.router.text import ModelText
+
+_PARAMS = {"json_schema": "response_format", "token_ids": "prompt", "text": "prompt"}
+_MAX_PROMPTS = 1024
+
+
+class HttpService:
+    """The handlers; ``app`` is the ASGI application."""
+
+    def __init__(
+        self, intake: Intake, registry: Registry, admission: Admission, text: ModelText, metrics: RouterMetrics
+    ) -> None:
+        self._intake = intake
+        self._registry = registry
+        self._admission = admission
+        self._text = text
+        self._metrics = metrics
+        self.app = FastAPI(title="twinpool", docs_url=None, redoc_url=None, openapi_url=None)
+        self._add_routes()
+
+    def _add_routes(self) -> None:
+        app = self.app
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+        app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        app.add_api_route("/ready", self.ready, methods=["GET"], response_model=None)
+        app.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
+        app.add_exception_handler(TwinpoolError, _on_twinpool_error)
+        app.add_exception_handler(HTTPException, _on_http_error)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = parse(ChatBody, await request.body())
+        message = body.to_request(request.headers.get("x-request-id", ""))
+        wants_logprobs = bool(body.logprobs)
+        completion = await Completion.open(
+            self._intake, [message], lambda flows: ChatFormat(self._text, wants_logprobs)
+        )
+        return await _answer(request, completion, body)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = parse(CompletionBody, await request.body())
+        messages = body.to_requests(request.headers.get("x-request-id", ""))
+        if len(messages) > _MAX_PROMPTS:
+            raise InvalidRequest(f"there are {len(messages)} prompts; at most {_MAX_PROMPTS} in one call", "prompt")
+
+        def form(flows: Sequence[Flow]) -> CompletionFormat:
+            echoes = []
+            if body.echo:
+                for flow, message in zip(flows, messages, strict=True):
+                    ids = flow.request.prompt_ids
+                    is_text = message.WhichOneof("prompt") == "text"
+                    echoes.append(Echo(message.text if is_text else self._text.decode(ids), ids))
+            n = flows[0].request.n
+            return CompletionFormat(self._text, body.logprobs is not None, n, echoes, body.echo_only)
+
+        return await _answer(request, await Completion.open(self._intake, messages, form), body)
+
+    async def models(self) -> Json:
+        """GET /v1/models."""
+        limits = self._intake.limits()
+        if limits.model is None:
+            return {"object": "list", "data": []}
+        entry = {
+            "id": limits.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "twinpool",
+            "max_model_len": limits.max_model_len,
+        }
+        return {"object": "list", "data": [entry]}
+
+    async def tokenize(self, request: Request) -> Json:
+        """POST /tokenize: token ids of a prompt or of messages."""
+        body = parse(TokenizeBody, await request.body())
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", "prompt")
+        if body.messages is not None:
+            turns = [{"role": message.role, "content": message.text} for message in body.messages]
+            ids = await asyncio.to_thread(self._text.encode_messages, turns)
+        else:
+            ids = await asyncio.to_thread(self._text.encode_text, body.prompt or "")
+        return {"tokens": ids, "count": len(ids), "max_model_len": self._intake.limits().max_model_len}
+
+    async def detokenize(self, request: Request) -> Json:
+        """POST /detokenize: text of token ids."""
+        body = parse(DetokenizeBody, await request.body())
+        self._check_model(body.model)
+        if any(not 0 <= token_id < 2**32 for token_id in body.tokens):
+            raise InvalidRequest("tokens holds a number that is no token id", "tokens")
+        return {"prompt": await asyncio.to_thread(self._text.decode, body.tokens)}
+
+    async def health(self) -> Json:
+        """GET /health: the process is alive."""
+        return {"status": "ok"}
+
+    async def ready(self) -> Json:
+        """GET /ready: a request sent now could be served."""
+        reason = "the router is shutting down" if self._admission.draining else self._registry.not_ready_reason
+        if reason:
+            raise Unavailable(reason)
+        return {"status": "ready"}
+
+    async def version(self) -> Json:
+        """GET /version."""
+        return {"version": twinpool.__version__}
+
+    async def metrics(self) -> Response:
+        """GET /metrics: Prometheus text."""
+        workers: Counter[tuple[str, str]] = Counter(
+            (session.info.role if session.info is not None else "unknown", session.state)
+            for session in self._registry.sessions
+        )
+        text = self._metrics.exposition(self._admission.in_flight, dict(workers))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    def _check_model(self, model: str) -> None:
+        served = self._intake.limits().model
+        if model and served is not None and model != served:
+            raise ModelNotFound(f"model {model!r} is not served here; served: {served}")
+
+
+async def _answer(request: Request, completion: Completion, body: GenerationBody) -> Response:
+    try:
+        if not body.stream:
+            return JSONResponse(await unless_disconnected(request, completion.whole()))
+        events = completion.events(body.stream_options or StreamOptions())
+        first = await unless_disconnected(request, _first(events))
+        return EventStream(first, events, error_body)
+    except BaseException:
+        completion.close()
+        raise
+
+
+async def _first(events: AsyncGenerator[Json, None]) -> Json:
+    return await anext(events)
+
+
+def error_body(error: TwinpoolError) -> Json:
+    """An error in OpenAI's form."""
+    field = error.field.rsplit(".", 1)[-1] if isinstance(error, InvalidRequest) else ""
+    kind = "invalid_request_error" if error.http_status in (400, 404) else error.kind
+    param = _PARAMS.get(field, field) or None
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.kind}}
+
+
+async def _on_twinpool_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TwinpoolError)
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Cancelled):
+        return Response(status_code=499)
+    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "invalid_request_error"}
+    return JSONResponse({"error": {**body, "param": None, "code": None}}, status_code=error.status_code)
