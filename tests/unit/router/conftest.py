@@ -226,11 +226,11 @@ class FakeWorker:
                 top = [inference_pb2.TopLogprob(token_id=token, logprob=-0.5)][: submit.logprobs]
                 output.logprobs.append(inference_pb2.TokenLogprob(token_id=token, logprob=-0.5, rank=1, top=top))
         first = index == len(submit.output_ids)
-        if submit.HasField("prompt_logprobs") and first and choice == submit.first_choice:
-            if self.role == "prefill" or not submit.transfer_id:
-                output.prompt_logprobs.extend(
-                    inference_pb2.TokenLogprob(token_id=token, logprob=-1.0, rank=1) for token in submit.prompt_ids[1:]
-                )
+        computes = self.role == "prefill" or not submit.transfer_id
+        if submit.HasField("prompt_logprobs") and first and computes and choice == submit.first_choice:
+            output.prompt_logprobs.extend(
+                inference_pb2.TokenLogprob(token_id=token, logprob=-1.0, rank=1) for token in submit.prompt_ids[1:]
+            )
         if first:
             n = len(submit.prompt_ids)
             remote = n if self.role == "decode" and submit.transfer_id else 0
@@ -275,6 +275,12 @@ class Cluster:
         async with asyncio.timeout(10):
             while not condition():
                 await self.router.registry.wait_changed()
+
+    async def eventually(self, condition: Callable[[], bool]) -> None:
+        """For what happens inside a scripted worker, which has no events to wait for."""
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
 
     async def idle(self) -> None:
         async with asyncio.timeout(10):

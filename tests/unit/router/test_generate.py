@@ -76,8 +76,7 @@ async def test_last_message_waits_for_the_prefill_account(make_cluster: Any) -> 
     async with make_cluster("h", setup=setup) as cluster:
         await cluster.router.wait_ready()
         task = asyncio.create_task(collect(cluster))
-        while not cluster.workers[1].submits:
-            await asyncio.sleep(0.01)
+        await cluster.eventually(lambda: bool(cluster.workers[1].submits))
         await asyncio.sleep(0.05)
         cluster.workers[0].delay_first.set()
         messages = await task
@@ -127,8 +126,7 @@ async def test_stop_string_across_tokens(make_cluster: Any, batch: int, include:
         if batch == 1:
             await cluster.idle()
             attempt = cluster.workers[1].submits[0].attempt_id
-            while not cluster.workers[1].cancels:
-                await asyncio.sleep(0.01)
+            await cluster.eventually(lambda: bool(cluster.workers[1].cancels))
             assert cluster.workers[1].cancels == [attempt]
 
 
@@ -167,9 +165,7 @@ async def test_client_cancel_reaches_both_workers(make_cluster: Any) -> None:
         await cluster.workers[1].paused.wait()
         call.cancel()
         await cluster.idle()
-        async with asyncio.timeout(5):
-            while not all(worker.cancels for worker in cluster.workers):
-                await asyncio.sleep(0.01)
+        await cluster.eventually(lambda: bool(all(worker.cancels for worker in cluster.workers)))
         attempt = cluster.workers[0].submits[0].attempt_id
         assert [worker.cancels for worker in cluster.workers] == [[attempt], [attempt]]
 
