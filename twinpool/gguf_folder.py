@@ -49,7 +49,7 @@ def write_folder(gguf_file: Path, folder: Path, progress: Callable[[int, int], N
     vocabulary = (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre"))
     if architecture != "llama" or vocabulary != ("gpt2", "smollm"):
         raise ConfigError(
-            f"{gguf_file.name} holds architecture {architecture} with tokenizer {vocabulary}, which cannot be converted; "
+            f"{gguf_file.name} holds architecture {architecture} with tokenizer {vocabulary}, which is not known here; "
             "use a Hugging Face folder instead"
         )
     _write_weights(reader, fields, folder / "model.safetensors", progress)
@@ -59,9 +59,7 @@ def write_folder(gguf_file: Path, folder: Path, progress: Callable[[int, int], N
     _write_tokenizer(fields, folder)
 
 
-def _write_weights(
-    reader: Any, fields: dict[str, Any], path: Path, progress: Callable[[int, int], None]
-) -> None:
+def _write_weights(reader: Any, fields: dict[str, Any], path: Path, progress: Callable[[int, int], None]) -> None:
     import numpy as np
     from gguf.quants import dequantize
 
