@@ -103,6 +103,7 @@ class Supervisor:
                     task.result()
         finally:
             goal.cancel()
+            await asyncio.gather(goal, return_exceptions=True)
 
     async def stop(self) -> None:
         """Drains the children in order, then kills what is left. Cancelling it goes to the kill at once."""
