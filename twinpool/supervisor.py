@@ -141,11 +141,15 @@ class _Child:
         while True:
             process = await self._start()
             started = time.monotonic()
-            health = asyncio.create_task(self._watch_health())
+            health, end = asyncio.create_task(self._watch_health()), asyncio.create_task(process.wait())
             try:
-                code = await process.wait()
+                await asyncio.wait([health, end], return_when=asyncio.FIRST_COMPLETED)
+                if health.done():
+                    health.result()
+                code = await end
             finally:
                 health.cancel()
+                end.cancel()
             if self._reader is not None:
                 await asyncio.wait([self._reader], timeout=1.0)  # grandchildren may keep the pipe open
             self.kill()
@@ -196,7 +200,11 @@ class _Child:
         self._log(self.spec.name, text)
 
     async def _watch_health(self) -> None:
-        """Sets ``ready`` when the service is SERVING; reports when a restarted child is back."""
+        """Sets ``ready`` when the service is SERVING; reports when a restarted child is back.
+
+        Raises:
+            ChildFailed: what answers does not serve health.
+        """
         request = health_pb2.HealthCheckRequest(service=self.spec.service)
         async with grpc.aio.insecure_channel(self.spec.address, options=_HEALTH_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -208,8 +216,13 @@ class _Child:
                                 self._report(f"{self.spec.name} is ready again")
                             self.ready.set()
                             return
-                except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.2)  # the child went away between connect and answer
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        cause = f"health of {self.spec.name} cannot be watched: {error.details()}"
+                        raise ChildFailed(
+                            f"{cause}; is another program listening on {self.spec.address}?", 1
+                        ) from error
+                    await asyncio.sleep(0.2)  # it went away between connect and answer; its end is seen elsewhere
 
     def _cause(self, code: int) -> str:
         errors = [line.removeprefix("error: ") for line in self._last_lines if line.startswith("error: ")]

@@ -55,14 +55,12 @@ def usage_pairs(result: Completion) -> dict[str, str]:
         "route": usage.route_reason,
     }
     if usage.transfer_bytes:
-        gigabytes = usage.transfer_bytes / 1e9
-        rate_text = f" at {gigabytes / timings.transfer_s:.2f} GB/s" if timings.transfer_s > 0 else ""
-        pairs["KV transfer"] = f"{usage.transfer_bytes / 1e6:.2f} MB over {usage.transport}{rate_text}"
+        pairs["KV transfer"] = f"{usage.transfer_bytes / 1e6:.2f} MB over {usage.transport}"
     pairs |= {
         "time": f"{timings.total_s * 1e3:.1f} ms, first token after {timings.first_token_s * 1e3:.1f} ms",
         "  queue": f"{timings.queue_s * 1e3:.1f} ms",
         "  prefill": f"{timings.prefill_s * 1e3:.1f} ms",
-        "  transfer": f"{timings.transfer_s * 1e3:.1f} ms, {timings.exposed_transfer_s * 1e3:.1f} ms not hidden",
+        "  transfer": f"{timings.transfer_s * 1e3:.1f} ms beside the prefill, {timings.exposed_transfer_s * 1e3:.1f} ms after it",
         "  decode": f"{timings.decode_s * 1e3:.1f} ms{rate}",
     }
     return pairs

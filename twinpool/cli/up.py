@@ -123,11 +123,13 @@ async def _demo(plan: Plan, question: str, max_tokens: int, verbose: bool, json:
                 async for chunk in stream:
                     if not json:
                         write(chunk.text)
+            if not json:
+                write("\n")
             status = await client.status()
     if json:
         print_json(stream.result)
         return
-    write("\n\n")
+    write("\n")
     print_pairs(usage_pairs(stream.result))
     for worker in status.workers:
         for link in worker.links:
