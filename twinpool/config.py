@@ -5,9 +5,9 @@ Precedence is flag > environment (``TWINPOOL_ROUTER__HTTP_PORT=8000``) > file > 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Disaggregate = Literal["always", "auto", "never"]
 
@@ -89,17 +89,26 @@ class TransportSection(Section):
 class SessionSection(Section):
     """Leases between processes."""
 
-    report_interval_s: float = Field(0.25, gt=0)
-    suspect_after_s: float = Field(1.0, gt=0)
-    dead_after_s: float = Field(3.0, gt=0)
+    report_interval_s: float = Field(0.25, gt=0, description="signs of life are sent this often")
+    suspect_after_s: float = Field(1.0, gt=0, description="silence after which a peer gets no new work")
+    dead_after_s: float = Field(3.0, gt=0, description="silence after which a session ends")
     token: str | None = Field(None, description="cluster token that peers must present; None only on loopback")
+
+    @model_validator(mode="after")
+    def _intervals_grow(self) -> Self:
+        if not self.report_interval_s < self.suspect_after_s < self.dead_after_s:
+            raise ValueError(
+                f"report_interval_s ({self.report_interval_s}) < suspect_after_s ({self.suspect_after_s}) < "
+                f"dead_after_s ({self.dead_after_s}) must hold; else a healthy peer is taken for dead"
+            )
+        return self
 
 
 class LoggingSection(Section):
     """Logs."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line that is shown")
+    format: Literal["text", "json"] = Field("text", description="json: one object per line")
 
 
 class Config(Section):

@@ -15,6 +15,7 @@ class TwinpoolError(Exception):
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_status: int = 500
     kind: str = "internal_error"
+    exit_code: int = 1
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -27,6 +28,7 @@ class ConfigError(TwinpoolError):
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 500
     kind = "config_error"
+    exit_code = 2
 
 
 class InvalidRequest(TwinpoolError):

@@ -1,0 +1,5 @@
+"""``python -m twinpool``."""
+
+from twinpool.cli.main import main
+
+main()

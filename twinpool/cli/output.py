@@ -1,0 +1,66 @@
+"""What the commands print: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twinpool.results import Completion
+
+
+def print_error(message: str) -> None:
+    """Prints ``error: cause; remedy`` on one line."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Prints a dataclass, mapping or list as indented JSON."""
+    print(json.dumps(to_plain(value), indent=2, ensure_ascii=False))
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` with dataclasses as mappings."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def print_pairs(pairs: Mapping[str, str]) -> None:
+    """Prints aligned ``name  value`` lines."""
+    width = max(map(len, pairs), default=0)
+    for name, value in pairs.items():
+        print(f"  {name:<{width}}  {value}")
+
+
+def write(text: str) -> None:
+    """Prints a piece of streamed text at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def usage_pairs(result: Completion) -> dict[str, str]:
+    """Where the prompt's KV came from and where the time went, for people."""
+    usage, timings = result.usage, result.timings
+    decode_tokens = max(0, usage.completion_tokens - 1)
+    rate = f" ({decode_tokens / timings.decode_s:.0f} tokens/s)" if timings.decode_s > 0 and decode_tokens else ""
+    pairs = {
+        "prompt": f"{usage.prompt_tokens} tokens",
+        "  prefill worker": f"{usage.prefill_computed_tokens} computed, {usage.prefill_cached_tokens} cached"
+        f"  [{result.prefill_worker or 'not used'}]",
+        "  decode worker": f"{usage.remote_tokens} remote, {usage.decode_cached_tokens} cached, "
+        f"{usage.decode_computed_tokens} computed  [{result.decode_worker}]",
+        "answer": f"{usage.completion_tokens} tokens, ended by {result.finish_reason}",
+        "route": usage.route_reason,
+    }
+    if usage.transfer_bytes:
+        pairs["KV transfer"] = f"{usage.transfer_bytes / 1e6:.2f} MB over {usage.transport}"
+    pairs |= {
+        "time": f"{timings.total_s * 1e3:.1f} ms, first token after {timings.first_token_s * 1e3:.1f} ms",
+        "  queue": f"{timings.queue_s * 1e3:.1f} ms",
+        "  prefill": f"{timings.prefill_s * 1e3:.1f} ms",
+        "  transfer": f"{timings.transfer_s * 1e3:.1f} ms beside the prefill, {timings.exposed_transfer_s * 1e3:.1f} ms after it",
+        "  decode": f"{timings.decode_s * 1e3:.1f} ms{rate}",
+    }
+    return pairs

@@ -1,0 +1,123 @@
+"""``twinpool serve``: one process of a deployment, for ``up``, for containers and for separate machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twinpool.cli.options import ConfigFile, Dtype, Model, Settings, load_config
+from twinpool.config import Config
+from twinpool.errors import ConfigError
+
+Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.", show_default="127.0.0.1")]
+Port = Annotated[int | None, typer.Option("--port", help="gRPC port; 0 picks a free one.", show_default="0")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command group."""
+    group = typer.Typer(help="Runs one process: router, prefill worker or decode worker.", no_args_is_help=True)
+    group.command("router")(router)
+    group.command("prefill")(prefill)
+    group.command("decode")(decode)
+    app.add_typer(group, name="serve")
+
+
+def router(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    model: Model = None,
+    host: Host = None,
+    grpc_port: Annotated[int | None, typer.Option("--grpc-port", help="Public gRPC port.", show_default="8100")] = None,
+    http_port: Annotated[int | None, typer.Option("--http-port", help="HTTP port.", show_default="8000")] = None,
+    workers: Annotated[
+        str | None, typer.Option("--workers", help="host:port of all workers, comma-separated.", show_default=False)
+    ] = None,
+    disaggregate: Annotated[
+        str | None, typer.Option("--disaggregate", help="always, auto or never.", show_default="auto")
+    ] = None,
+) -> None:
+    """Runs the router: the public gRPC and HTTP surfaces."""
+    flags = {
+        "model.path": ("--model", model),
+        "router.host": ("--host", host),
+        "router.grpc_port": ("--grpc-port", grpc_port),
+        "router.http_port": ("--http-port", http_port),
+        "router.workers": ("--workers", workers),
+        "router.disaggregate": ("--disaggregate", disaggregate),
+    }
+    prepared, folder = _prepare(config, settings, flags)
+    from twinpool.router.main import run
+
+    raise typer.Exit(run(prepared, folder))
+
+
+def prefill(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    host: Host = None,
+    port: Port = None,
+    kv_port: Annotated[int | None, typer.Option("--kv-port", help="Port of the KV service.", show_default="0")] = None,
+) -> None:
+    """Runs a prefill worker: computes prompts and promises their KV."""
+    flags = _worker_flags("prefill", model, dtype, host, port) | {"prefill.kv_port": ("--kv-port", kv_port)}
+    prepared, folder = _prepare(config, settings, flags)
+    _require_torch()
+    from twinpool.prefill_worker.main import run
+
+    raise typer.Exit(run(prepared, folder))
+
+
+def decode(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    host: Host = None,
+    port: Port = None,
+) -> None:
+    """Runs a decode worker: reads KV and generates."""
+    prepared, folder = _prepare(config, settings, _worker_flags("decode", model, dtype, host, port))
+    _require_torch()
+    from twinpool.decode_worker.main import run
+
+    raise typer.Exit(run(prepared, folder))
+
+
+def _worker_flags(
+    role: str, model: str | None, dtype: str | None, host: str | None, port: int | None
+) -> dict[str, tuple[str, object]]:
+    return {
+        "model.path": ("--model", model),
+        "model.dtype": ("--dtype", dtype),
+        f"{role}.host": ("--host", host),
+        f"{role}.port": ("--port", port),
+    }
+
+
+def _prepare(
+    file: Path | None, settings: list[str] | None, flags: Mapping[str, tuple[str, object]]
+) -> tuple[Config, Path]:
+    """Loads the configuration, sets up the process and finds the model; the name in requests is filled in."""
+    from twinpool.logs import setup_logging
+    from twinpool.model_source import model_name, resolve_model
+    from twinpool.parent_watch import follow_parent
+    from twinpool.progress import Progress
+
+    follow_parent()
+    loaded = load_config(file, settings, flags).config
+    setup_logging(loaded.logging)
+    folder = resolve_model(loaded.model, Progress())
+    model = loaded.model.model_copy(update={"name": model_name(loaded.model)})
+    return loaded.model_copy(update={"model": model}), folder
+
+
+def _require_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("workers need torch, which is not installed; pip install 'twinpool[worker,nixl]'")

@@ -1,0 +1,32 @@
+"""Logging of one process: lines on standard error, as text or as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+from twinpool.config import LoggingSection
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def setup_logging(section: LoggingSection) -> None:
+    """Configures the root logger; called once, by the process's entry point."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    handler.setFormatter(_JsonFormatter() if section.format == "json" else text)
+    level = logging.getLevelNamesMapping()[section.level.upper()]
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("twinpool").setLevel(level)

@@ -1,0 +1,28 @@
+"""The child's side of ``supervisor``: ends this process when the one that started it is gone, however it went.
+
+The parent holds the writing end of a pipe and never writes. When the kernel closes it, a thread that blocks on the
+reading end wakes, asks this process to drain, and ends it for good if it does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+PARENT_FD = "TWINPOOL_PARENT_FD"
+GRACE_S = 10.0
+
+
+def follow_parent() -> None:
+    """Starts the watch if a supervisor started this process; else does nothing."""
+    if descriptor := os.environ.pop(PARENT_FD, None):
+        threading.Thread(target=_watch, args=(int(descriptor),), name="parent-watch", daemon=True).start()
+
+
+def _watch(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_S)
+    os._exit(1)

@@ -1,0 +1,254 @@
+"""Keeps the processes of a local deployment alive.
+
+Life of a child: 1. started in a session of its own, so that a terminal's Ctrl-C reaches only this process; 2. it holds
+the reading end of a pipe whose other end dies with this process (see ``parent_watch``); 3. its health is watched over
+gRPC until it is ready; 4. when it ends it is reported and started again with a growing delay, unless it was never
+ready: then the deployment cannot work, and ``failure`` carries its own words; 5. ``stop`` asks it to drain and
+kills what is left of its session after the grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from twinpool.errors import TwinpoolError
+from twinpool.parent_watch import PARENT_FD
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 30.0
+# A child that was ready this long starts over with the first delay.
+HEALTHY_S = 60.0
+KEPT_LINES = 20
+# Quick, so that readiness is seen within a fraction of a second of its coming.
+_HEALTH_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class ChildFailed(TwinpoolError):
+    """A child ended before it was ever ready; ``exit_code`` is the child's."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A process to keep: how it is started and which gRPC service of which address says that it is ready."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    address: str
+    service: str
+    drain_s: float
+
+
+class Supervisor:
+    """Runs children; belongs to one event loop.
+
+    Args:
+        specs: the children, in the order in which they are drained.
+        log: takes (child's name, line) for every line a child prints.
+        report: takes a line about a child that ended or came back.
+    """
+
+    def __init__(
+        self, specs: Sequence[ChildSpec], log: Callable[[str, str], None], report: Callable[[str], None]
+    ) -> None:
+        self._children = [_Child(spec, log, report) for spec in specs]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Starts all children; returns at once."""
+        self._tasks = [asyncio.create_task(child.keep(), name=child.spec.name) for child in self._children]
+
+    async def ready(self) -> None:
+        """Waits until every child was ready once.
+
+        Raises:
+            ChildFailed: a child ended before.
+        """
+        await self._until(asyncio.gather(*(child.ready.wait() for child in self._children)))
+
+    async def failure(self) -> None:
+        """Waits for ever.
+
+        Raises:
+            ChildFailed: a child ended that was never ready.
+        """
+        await self._until(asyncio.get_running_loop().create_future())
+
+    async def _until(self, goal: asyncio.Future[Any]) -> None:
+        try:
+            await asyncio.wait([goal, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+        finally:
+            goal.cancel()
+            await asyncio.gather(goal, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Drains the children in order, then kills what is left. Cancelling it goes to the kill at once."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            for child in self._children:
+                child.terminate()
+                if child is self._children[0]:  # the router first: it ends its streams while workers still serve
+                    await child.ended_within(child.spec.drain_s)
+            async with asyncio.TaskGroup() as group:
+                for child in self._children:
+                    group.create_task(child.ended_within(child.spec.drain_s))
+        finally:
+            for child in self._children:
+                child.kill()
+            await asyncio.shield(asyncio.gather(*(child.ended_within(5.0) for child in self._children)))
+
+
+class _Child:
+    def __init__(self, spec: ChildSpec, log: Callable[[str, str], None], report: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.ready = asyncio.Event()
+        self._log = log
+        self._report = report
+        self._process: asyncio.subprocess.Process | None = None
+        self._parent_end: int | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    async def keep(self) -> None:
+        """Runs the child for ever, over and over; raises ChildFailed when it ends without ever being ready."""
+        delay_s = FIRST_DELAY_S
+        while True:
+            process = await self._start()
+            started = time.monotonic()
+            health, end = asyncio.create_task(self._watch_health()), asyncio.create_task(process.wait())
+            try:
+                await asyncio.wait([health, end], return_when=asyncio.FIRST_COMPLETED)
+                if health.done():
+                    health.result()
+                code = await end
+            finally:
+                health.cancel()
+                end.cancel()
+            if self._reader is not None:
+                await asyncio.wait([self._reader], timeout=1.0)  # grandchildren may keep the pipe open
+            self.kill()
+            self._process = None
+            if not self.ready.is_set():
+                raise ChildFailed(self._cause(code), code if code > 0 else 1)
+            delay_s = FIRST_DELAY_S if time.monotonic() - started > HEALTHY_S else min(MAX_DELAY_S, delay_s * 2)
+            self._report(f"{self._cause(code)}; starting it again in {delay_s:.1f} s")
+            await asyncio.sleep(delay_s)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._last_lines.clear()
+        child_end, self._parent_end = os.pipe()
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**self.spec.environment, PARENT_FD: str(child_end)},
+                pass_fds=[child_end],
+                start_new_session=True,
+            )
+        )
+        try:
+            self._process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._process = await starting  # else nobody would know the process
+            raise
+        finally:
+            os.close(child_end)
+        self._reader = asyncio.create_task(self._read_lines(self._process))
+        return self._process
+
+    async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        rest = b""
+        while data := await process.stdout.read(65536):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._take_line(line)
+        if rest:
+            self._take_line(rest)
+
+    def _take_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        self._last_lines.append(text)
+        self._log(self.spec.name, text)
+
+    async def _watch_health(self) -> None:
+        """Sets ``ready`` when the service is SERVING; reports when a restarted child is back.
+
+        Raises:
+            ChildFailed: what answers does not serve health.
+        """
+        request = health_pb2.HealthCheckRequest(service=self.spec.service)
+        async with grpc.aio.insecure_channel(self.spec.address, options=_HEALTH_OPTIONS) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    async for response in stub.Watch(request, wait_for_ready=True):
+                        if response.status == health_pb2.HealthCheckResponse.SERVING:
+                            if self.ready.is_set():
+                                self._report(f"{self.spec.name} is ready again")
+                            self.ready.set()
+                            return
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        cause = f"health of {self.spec.name} cannot be watched: {error.details()}"
+                        raise ChildFailed(
+                            f"{cause}; is another program listening on {self.spec.address}?", 1
+                        ) from error
+                    await asyncio.sleep(0.2)  # it went away between connect and answer; its end is seen elsewhere
+
+    def _cause(self, code: int) -> str:
+        errors = [line.removeprefix("error: ") for line in self._last_lines if line.startswith("error: ")]
+        if errors and code > 0:
+            return errors[-1]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        words = next((line for line in reversed(self._last_lines) if line.strip()), "it printed nothing")
+        return f"{self.spec.name} {how}: {words}"
+
+    def terminate(self) -> None:
+        """Asks the child to drain."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kills whatever is left of the child's session. Idempotent."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._parent_end is not None:
+            os.close(self._parent_end)
+            self._parent_end = None
+
+    async def ended_within(self, limit_s: float) -> None:
+        """Waits for the child's end, at most ``limit_s`` seconds."""
+        if self._process is not None:
+            waiting = asyncio.ensure_future(self._process.wait())
+            await asyncio.wait([waiting], timeout=limit_s)
+            waiting.cancel()
