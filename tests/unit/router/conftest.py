@@ -279,7 +279,7 @@ class Cluster:
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """For what happens inside a scripted worker, which has no events to wait for."""
         async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110
+            while not condition():
                 await asyncio.sleep(0.005)
 
     async def idle(self) -> None:

@@ -1,0 +1,206 @@
+"""Real deployments for tests: a router, prefill and decode workers as processes on loopback, never restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from twinpool import AsyncClient
+from twinpool.results import Status
+
+READY_TIMEOUT_S = 120.0
+INFERENCE = "twinpool.inference.v1.InferenceService"
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+@dataclass
+class Node:
+    """One process of a cluster."""
+
+    name: str
+    role: str
+    port: int
+    kv_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+@dataclass
+class Cluster:
+    """Processes by name: router, prefill-0, ..., decode-0, ...; ``settings`` are dotted configuration keys."""
+
+    folder: Path
+    model: Path
+    settings: dict[str, object]
+    nodes: dict[str, Node] = field(default_factory=dict)
+    http_port: int = 0
+
+    @property
+    def address(self) -> str:
+        return self.nodes["router"].address
+
+    def client(self, **options: float) -> AsyncClient:
+        return AsyncClient(self.address, **options)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def launch(self, name: str) -> None:
+        """Starts (again) the process of ``name`` at its address."""
+        node = self.nodes[name]
+        values = dict(self.settings)
+        if node.role == "router":
+            workers = [other.address for other in self.nodes.values() if other.role != "router"]
+            values |= {"router.grpc_port": node.port, "router.http_port": self.http_port, "router.workers": workers}
+        else:
+            values |= {f"{node.role}.port": node.port, f"{node.role}.worker_id": name}
+            if node.role == "prefill":
+                values["prefill.kv_port"] = node.kv_port
+        config: dict[str, dict[str, object]] = {"model": {"path": str(self.model)}}
+        for key, value in values.items():
+            *sections, leaf = key.split(".")
+            target = config
+            for section in sections:
+                target = target.setdefault(section, {})  # type: ignore[assignment]
+            target[leaf] = value  # type: ignore[assignment]
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-P", "-m", "twinpool", "serve", node.role, "--config", str(path)]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            node.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def signal(self, name: str, signum: signal.Signals) -> None:
+        process = self.nodes[name].process
+        assert process is not None
+        process.send_signal(signum)
+
+    def kill(self, name: str) -> None:
+        self.signal(name, signal.SIGKILL)
+        process = self.nodes[name].process
+        assert process is not None
+        process.wait(10)
+
+    async def ready(self) -> None:
+        """Waits until the router can serve; fails with the logs of a process that died."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            watching = asyncio.create_task(self._watch())
+            while not watching.done():
+                await asyncio.wait([watching], timeout=0.2)
+                for node in self.nodes.values():
+                    assert node.process is not None
+                    if node.process.poll() not in (None, 0):
+                        watching.cancel()
+                        pytest.fail(f"{node.name} ended with {node.process.poll()}:\n{self.log(node.name)}")
+            await watching
+
+    async def _watch(self) -> None:
+        while True:
+            async with grpc.aio.insecure_channel(self.address) as channel:
+                try:
+                    request = health_pb2.HealthCheckRequest(service=INFERENCE)
+                    async for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):
+                        if response.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.1)
+
+    async def until(self, condition: Callable[[Status], bool], timeout_s: float = 10.0) -> Status:
+        """Waits until the router's status satisfies ``condition``; on failure shows the last one."""
+        async with self.client() as client:
+            status = await client.status()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not condition(status):
+                        await asyncio.sleep(0.1)
+                        status = await client.status()
+            except TimeoutError:
+                pytest.fail(f"never reached; last status: {status}")
+            return status
+
+    async def all_free(self, timeout_s: float = 10.0) -> Status:
+        """Waits until no live worker holds a block, a request or an exchange."""
+
+        def free(status: Status) -> bool:
+            return all(
+                worker.free_blocks == worker.total_blocks
+                and not (worker.running or worker.waiting or worker.loading or worker.held)
+                and not (worker.open_exchanges or worker.quarantined_blocks)
+                for worker in status.workers
+                if worker.state == "alive"
+            )
+
+        return await self.until(free, timeout_s)
+
+    def stop(self) -> None:
+        processes = [node.process for node in self.nodes.values() if node.process is not None]
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for process in processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path) -> StartCluster:
+    """``async with start_cluster(model, prefill=1, decode=1, settings={...}) as cluster``: a ready deployment."""
+
+    @contextlib.asynccontextmanager
+    async def start(
+        model: Path, prefill: int = 1, decode: int = 1, settings: dict[str, object] | None = None
+    ) -> AsyncIterator[Cluster]:
+        defaults: dict[str, object] = {
+            "router.disaggregate": "always",
+            "router.drain_timeout_s": 1.0,
+            "prefill.drain_timeout_s": 1.0,
+            "decode.drain_timeout_s": 1.0,
+        }
+        cluster = Cluster(tmp_path, model, defaults | (settings or {}))
+        ports = iter(free_ports(2 + 2 * prefill + decode))
+        cluster.http_port = next(ports)
+        cluster.nodes["router"] = Node("router", "router", next(ports))
+        for index in range(prefill):
+            name = f"prefill-{index}"
+            cluster.nodes[name] = Node(name, "prefill", next(ports), next(ports))
+        for index in range(decode):
+            name = f"decode-{index}"
+            cluster.nodes[name] = Node(name, "decode", next(ports))
+        try:
+            for name in cluster.nodes:
+                cluster.launch(name)
+            await cluster.ready()
+            yield cluster
+        finally:
+            cluster.stop()
+
+    return start

@@ -1,0 +1,139 @@
+"""From engine steps to sessions: one hop to asyncio per step, one message per session and step.
+
+``OutputFan.emit`` runs on the engine thread and hands the step's outputs over; everything else runs on the event
+loop. A session that is gone simply has no mailbox any more: its outputs are dropped, its attempts were cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from twinpool.engine.ports import RequestOutput, StepOutputs
+from twinpool.engine.request import FailureCode
+from twinpool.proto import worker_pb2
+from twinpool.rpc import Outbox
+from twinpool.worker.translate import FAILURE_TO_PROTO, failure_to_proto, logprobs_to_proto, output_to_proto
+
+PROMPT_LOGPROBS_PER_MESSAGE = 128
+HASHES_PER_MESSAGE = 4096
+
+SessionOutbox = Outbox[worker_pb2.SessionResponse]
+
+
+class Mailbox:
+    """What one session receives; merges unsent step outputs, so that a slow reader costs memory per token only."""
+
+    def __init__(self, outbox: SessionOutbox) -> None:
+        self.outbox = outbox
+        self.unfinished: dict[int, int] = {}
+        """Attempts that have not ended here, with the number of choices still open."""
+
+    def add_outputs(self, step: int, outputs: list[RequestOutput], final_on_first: bool) -> None:
+        """Queues one step's outputs. ``final_on_first``: a token without finish also ends the choice (prefill)."""
+        last = self.outbox.last_data
+        if last is None or last.WhichOneof("message") != "step":
+            last = worker_pb2.SessionResponse(step=worker_pb2.StepOutput())
+            self.outbox.put(last)
+        last.step.step = step
+        known = {(output.attempt_id, output.choice): output for output in last.step.outputs}
+        for output in outputs:
+            message = output_to_proto(output)
+            earlier = known.get((output.attempt_id, output.choice))
+            if earlier is not None and earlier.index + len(earlier.token_ids) == message.index:
+                message.index = earlier.index
+                earlier.MergeFrom(message)
+            else:
+                last.step.outputs.append(message)
+            if output.prompt_logprobs:
+                self._add_prompt_logprobs(step, output)
+            if output.finish is not None or (final_on_first and output.token_ids):
+                self.end_choice(output.attempt_id)
+
+    def _add_prompt_logprobs(self, step: int, output: RequestOutput) -> None:
+        for start in range(0, len(output.prompt_logprobs), PROMPT_LOGPROBS_PER_MESSAGE):
+            piece = worker_pb2.AttemptOutput(
+                attempt_id=output.attempt_id,
+                choice=output.choice,
+                index=output.index,
+                prompt_logprobs=logprobs_to_proto(output.prompt_logprobs[start : start + PROMPT_LOGPROBS_PER_MESSAGE]),
+            )
+            self.outbox.put_control(worker_pb2.SessionResponse(step=worker_pb2.StepOutput(step=step, outputs=[piece])))
+
+    def fail(self, attempt_id: int, code: FailureCode, message: str) -> None:
+        """The attempt failed."""
+        self.unfinished.pop(attempt_id, None)
+        failed = worker_pb2.Failed(attempt_id=attempt_id, code=FAILURE_TO_PROTO[code], message=message)
+        self.outbox.put(worker_pb2.SessionResponse(failed=failed))
+
+    def end_choice(self, attempt_id: int) -> None:
+        """One choice of the attempt ended."""
+        left = self.unfinished.get(attempt_id, 0) - 1
+        if left > 0:
+            self.unfinished[attempt_id] = left
+        else:
+            self.unfinished.pop(attempt_id, None)
+
+
+class OutputFan:
+    """The engine's output sink: fans step outputs out to the sessions they belong to."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, final_on_first: bool) -> None:
+        self._loop = loop
+        self._final_on_first = final_on_first
+        self._mailboxes: dict[int, Mailbox] = {}
+
+    def open(self, origin: int, outbox: SessionOutbox) -> Mailbox:
+        """Starts delivery to a session."""
+        mailbox = self._mailboxes[origin] = Mailbox(outbox)
+        return mailbox
+
+    def close(self, origin: int) -> None:
+        """Ends delivery to a session."""
+        del self._mailboxes[origin]
+
+    @property
+    def unfinished(self) -> int:
+        """Attempts that have not ended, all sessions."""
+        return sum(len(mailbox.unfinished) for mailbox in self._mailboxes.values())
+
+    def hand_over(self, cancel: Callable[[int], None], reason: str) -> None:
+        """Fails all unfinished attempts with DRAINING and cancels them."""
+        for mailbox in self._mailboxes.values():
+            for attempt_id in list(mailbox.unfinished):
+                mailbox.fail(attempt_id, FailureCode.DRAINING, reason)
+                cancel(attempt_id)
+
+    def emit(self, outputs: StepOutputs) -> None:
+        """Hands a step's outputs to the event loop; called on the engine thread."""
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        by_origin: dict[int, list[RequestOutput]] = {}
+        for output in outputs.outputs:
+            by_origin.setdefault(output.origin, []).append(output)
+        for origin, attempt_id in outputs.loaded:
+            if mailbox := self._mailboxes.get(origin):
+                mailbox.outbox.put(worker_pb2.SessionResponse(loaded=worker_pb2.Loaded(attempt_id=attempt_id)))
+        for origin, group in by_origin.items():
+            if mailbox := self._mailboxes.get(origin):
+                mailbox.add_outputs(outputs.step, group, self._final_on_first)
+        for failure in outputs.failures:
+            if mailbox := self._mailboxes.get(failure.origin):
+                mailbox.unfinished.pop(failure.attempt_id, None)
+                mailbox.outbox.put(worker_pb2.SessionResponse(failed=failure_to_proto(failure)))
+        if outputs.cache_reset or outputs.stored_hashes or outputs.removed_hashes:
+            for event in _cache_events(outputs):
+                for mailbox in self._mailboxes.values():
+                    mailbox.outbox.put(worker_pb2.SessionResponse(cache=event))
+
+
+def _cache_events(outputs: StepOutputs) -> Iterable[worker_pb2.CacheEvents]:
+    stored = [int.from_bytes(block_hash[:8], "little") for block_hash in outputs.stored_hashes]
+    removed = [int.from_bytes(block_hash[:8], "little") for block_hash in outputs.removed_hashes]
+    reset = outputs.cache_reset
+    while stored or removed or reset:
+        yield worker_pb2.CacheEvents(
+            reset=reset, stored=stored[:HASHES_PER_MESSAGE], removed=removed[:HASHES_PER_MESSAGE]
+        )
+        reset, stored, removed = False, stored[HASHES_PER_MESSAGE:], removed[HASHES_PER_MESSAGE:]

@@ -1,0 +1,162 @@
+"""The worker's end of router sessions (worker.v1).
+
+Life cycle of a session:
+
+1. The router dials and sends Hello; an unequal protocol is refused with both values.
+2. Welcome describes the worker; from then on a report goes out every report interval.
+3. Submit and Cancel become engine commands; outputs come back through the session's mailbox.
+4. The session ends when the stream does or when the router is silent for ``dead_after_s``: all its attempts are
+   cancelled, so blocks, holds and exchanges of a router that is gone are free within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc.aio
+
+from twinpool.config import SessionSection
+from twinpool.engine.request import FailureCode, Request
+from twinpool.errors import ConfigError, Unavailable
+from twinpool.proto import worker_pb2, worker_pb2_grpc
+from twinpool.rpc import PROTOCOL_VERSION, Outbox
+from twinpool.worker.outputs import Mailbox, OutputFan
+from twinpool.worker.translate import request_from_submit
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """An attempt that the worker does not start."""
+
+    def __init__(self, code: FailureCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Attempts(Protocol):
+    """What a session may do with attempts; implemented by each role."""
+
+    def now(self) -> float:
+        """Engine clock, seconds."""
+
+    def submit(self, request: Request, prefill_worker: str, prefill_epoch: int) -> None:
+        """Starts an attempt. Raises Refused: draining, or the prefill worker is not linked."""
+
+    def cancel(self, attempt_id: int) -> None:
+        """Ends an attempt."""
+
+    def cancel_origin(self, origin: int) -> None:
+        """Ends all attempts of a session."""
+
+    def peers(self, peers: list[worker_pb2.Peer]) -> None:
+        """Takes the complete set of prefill workers."""
+
+    def drain(self, enabled: bool) -> None:
+        """Starts or takes back draining."""
+
+    def report(self) -> worker_pb2.Report:
+        """The load now."""
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """The worker's self-description."""
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves any number of routers."""
+
+    def __init__(self, attempts: Attempts, fan: OutputFan, section: SessionSection) -> None:
+        self._attempts = attempts
+        self._fan = fan
+        self._section = section
+        self._origins = itertools.count(1)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """One router's lease."""
+        try:
+            first = await asyncio.wait_for(anext(request_iterator), self._section.dead_after_s)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise Unavailable("the session was opened without Hello; upgrade the router") from error
+        if first.hello.protocol != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"router {first.hello.router_id} speaks protocol {first.hello.protocol}, this worker "
+                f"{PROTOCOL_VERSION}; run equal versions"
+            )
+        origin = next(self._origins)
+        outbox: Outbox[worker_pb2.SessionResponse] = Outbox()
+        mailbox = self._fan.open(origin, outbox)
+        outbox.put_control(worker_pb2.SessionResponse(welcome=worker_pb2.Welcome(info=self._attempts.info())))
+        log.info("router %s joined", first.hello.router_id)
+        reader = asyncio.create_task(_Reader(self._attempts, self._section, origin, mailbox).run(request_iterator))
+        reporter = asyncio.create_task(self._report(outbox))
+        try:
+            async for response in outbox:
+                yield response
+        finally:
+            reader.cancel()
+            reporter.cancel()
+            self._fan.close(origin)
+            self._attempts.cancel_origin(origin)
+            log.info("router %s left", first.hello.router_id)
+
+    async def _report(self, outbox: Outbox[worker_pb2.SessionResponse]) -> None:
+        while True:
+            outbox.put_control(worker_pb2.SessionResponse(report=self._attempts.report()))
+            await asyncio.sleep(self._section.report_interval_s)
+
+
+class _Reader:
+    """Reads one session to its end, then closes its outbox, which ends the session."""
+
+    def __init__(self, attempts: Attempts, section: SessionSection, origin: int, mailbox: Mailbox) -> None:
+        self._attempts = attempts
+        self._section = section
+        self._origin = origin
+        self._mailbox = mailbox
+        self._pieces: dict[int, list[int]] = {}
+
+    async def run(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        try:
+            while True:
+                self._take(await asyncio.wait_for(anext(requests), self._section.dead_after_s))
+        except StopAsyncIteration:
+            log.debug("session %d: the router closed the stream", self._origin)
+        except TimeoutError:
+            log.warning("session %d: no sign of life from the router, its attempts are cancelled", self._origin)
+        except (grpc.RpcError, grpc.aio.BaseError) as error:
+            log.info("session %d: broken: %s", self._origin, error)
+        finally:
+            self._mailbox.outbox.close()
+
+    def _take(self, message: worker_pb2.SessionRequest) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(message.submit)
+            case "cancel":
+                self._pieces.pop(message.cancel.attempt_id, None)
+                self._mailbox.unfinished.pop(message.cancel.attempt_id, None)
+                self._attempts.cancel(message.cancel.attempt_id)
+            case "piece":
+                self._pieces.setdefault(message.piece.attempt_id, []).extend(message.piece.prompt_ids)
+            case "peers":
+                self._attempts.peers(list(message.peers.peers))
+            case "drain":
+                self._attempts.drain(message.drain.enabled)
+            case _:
+                pass  # a heartbeat: arriving was its purpose
+
+    def _submit(self, submit: worker_pb2.Submit) -> None:
+        prompt = [*self._pieces.pop(submit.attempt_id, ()), *submit.prompt_ids]
+        request = request_from_submit(submit, prompt, self._origin, self._attempts.now())
+        self._mailbox.unfinished[submit.attempt_id] = request.sampling.n
+        try:
+            self._attempts.submit(request, submit.prefill_worker, submit.prefill_epoch)
+        except Refused as refused:
+            self._mailbox.fail(submit.attempt_id, refused.code, refused.message)
