@@ -1,0 +1,401 @@
+"""Prefill side of the exchange: who may read which blocks, and until when.
+
+Life cycle of a hold:
+
+1. ``expect`` (asyncio, when the Submit arrives): the id is known; an Open for it waits. Without it an Open waits at most
+   ``unknown_open_s`` for ``begin``.
+2. ``begin`` (engine, at admission): HELD; the request owns the blocks. ``announce`` adds segments, each readable once its
+   event says so; they are kept until a decode worker has sent ``Open``, then sent. ``final`` ends the announcements.
+3. It ends, once, in one of these ways, and leaves a tombstone that answers later messages with Gone:
+   - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is called
+     and the engine frees the blocks.
+   - ``Abandon``, the end of the peer's session, or silence (``open_timeout_s`` from ``begin`` without Open,
+     ``hold_timeout_s`` from ``final`` without Done): HELD to REVOKED; ``ended`` is called.
+   - ``revoke`` (engine): HELD to REVOKED; ``ended`` is not called: the caller frees.
+   - ``final`` in which every choice finished: nothing is worth confirming, so the engine frees the blocks at once and
+     ``ended`` is not called. The Final itself is kept for a peer that opens late, for ``open_timeout_s``.
+
+The transition out of HELD is one compare-and-set under the lock: either the peer got its confirmation while nobody could
+have reused the blocks, or the blocks were revoked first and no confirmation is ever given.
+
+transfer_id 0 is reserved: ``Open(0)`` says that reads of the peer are pending outside any hold (a warm-up, a cancelled
+exchange that drains), ``Done(0)`` that there are none left. They keep ``active`` true and are not answered.
+
+Threads: engine (begin, announce, final, refuse, revoke), asyncio (expect, session_began, session_ended, receive),
+transfer (poll). ``send`` and ``ended`` are called with the lock held, on whichever thread caused them, so that the order
+of one exchange's messages is the order of events: they must only enqueue, and never call back.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twinpool.kv_transfer.messages import Abandon, Done, Final, First, FromPrefill, Gone, Open, Released, Segment
+from twinpool.kv_transfer.segments import merge_segments, split_segment
+from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
+
+LINK_TRANSFER_ID = 0
+"""Reserved id: reads that belong to a link and to no hold."""
+
+
+class ReadyEvent(Protocol):
+    """Proves that a kernel has written: ``query()`` is cheap and true once it has."""
+
+    def query(self) -> bool:
+        """Whether everything before the event has been written."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLimits:
+    """Bounds, in seconds."""
+
+    open_timeout_s: float = 10.0
+    hold_timeout_s: float = 120.0
+    unknown_open_s: float = 2.0
+    expect_timeout_s: float = 600.0
+    tombstone_s: float = 120.0
+
+
+class HoldState(enum.Enum):
+    """OPENED: only the peer's Open is known. EXPECTED: the Submit arrived. FINISHED: only Final is left to deliver."""
+
+    OPENED = "opened"
+    EXPECTED = "expected"
+    HELD = "held"
+    FINISHED = "finished"
+    RELEASED = "released"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldStats:
+    """What the table holds now, and what it has done since start."""
+
+    open: int
+    held_blocks: int
+    released: int
+    revoked: int
+
+
+@dataclass(slots=True)
+class _Hold:
+    transfer_id: int
+    state: HoldState
+    deadline: float
+    peer: str | None = None
+    num_blocks: int = 0
+    unproven: list[tuple[Segment, ReadyEvent]] = field(default_factory=list)
+    unsent: list[Segment] = field(default_factory=list)
+    final: Final | None = None
+    final_sent: bool = False
+    segments_sent: bool = False
+
+
+class HoldTable:
+    """All holds of one prefill worker; see the module's life cycle.
+
+    ``send(peer, message)`` puts a message into the peer's session; ``ended(transfer_id)`` tells the engine that it may
+    free; ``wake()`` asks for a ``poll`` (and pumping, see ``active``) on the transfer thread.
+    """
+
+    def __init__(
+        self,
+        limits: HoldLimits,
+        send: Callable[[str, FromPrefill], None],
+        ended: Callable[[int], None],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._send = send
+        self._ended = ended
+        self._wake = wake
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._holds: dict[int, _Hold] = {}
+        self._tombstones: dict[int, tuple[float, str]] = {}
+        self._sessions: set[str] = set()
+        self._draining_peers: set[str] = set()
+        self._readers = 0
+        self._released = 0
+        self._revoked = 0
+
+    # Engine thread
+
+    def begin(self, transfer_id: int, num_blocks: int) -> None:
+        """The request owns ``num_blocks`` blocks; segments will follow.
+
+        If the exchange has already ended (its decode worker left), ``ended`` is called at once.
+        """
+        with self._lock:
+            if transfer_id in self._tombstones:
+                self._ended(transfer_id)
+                return
+            hold = self._holds.get(transfer_id)
+            if hold is None:
+                hold = self._holds[transfer_id] = _Hold(transfer_id, HoldState.HELD, 0.0)
+            hold.state = HoldState.HELD
+            hold.num_blocks = num_blocks
+            hold.deadline = self._clock() + self._limits.open_timeout_s
+        self._wake()
+
+    def announce(
+        self,
+        transfer_id: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        event: ReadyEvent,
+        rank: int = 0,
+    ) -> None:
+        """Layers ``[layer_start, layer_end)`` of the blocks from index ``first_block`` may be read after ``event``."""
+        segment = Segment(transfer_id, rank, first_block, tuple(block_ids), layer_start, layer_end)
+        with self._lock:
+            hold = self._holds.get(transfer_id)
+            if hold is None or hold.state is not HoldState.HELD:
+                return
+            if event.query():
+                hold.unsent.append(segment)
+                self._flush(hold)
+            else:
+                hold.unproven.append((segment, event))
+        self._wake()
+
+    def final(self, transfer_id: int, num_tokens: int, first_tokens: Sequence[First]) -> None:
+        """Everything is announced. The hold waits for Done, or ends here if every choice finished (see the module)."""
+        with self._lock:
+            hold = self._holds.get(transfer_id)
+            if hold is None or hold.state is not HoldState.HELD:
+                return
+            hold.final = Final(transfer_id, num_tokens, tuple(first_tokens))
+            if all(first.finish for first in first_tokens):
+                hold.state = HoldState.FINISHED
+                hold.unproven.clear()
+                hold.unsent.clear()
+                hold.num_blocks = 0
+                hold.deadline = self._clock() + self._limits.open_timeout_s
+            elif hold.peer is not None:
+                hold.deadline = self._clock() + self._limits.hold_timeout_s
+            self._flush(hold)
+        self._wake()
+
+    def refuse(self, transfer_id: int, reason: str) -> None:
+        """The attempt was refused before ``begin``; its Open is answered Gone."""
+        self.revoke(transfer_id, reason)
+
+    def revoke(self, transfer_id: int, reason: str) -> None:
+        """After return no confirmation can be given, so the caller may free the blocks. Idempotent."""
+        with self._lock:
+            hold = self._holds.get(transfer_id)
+            if hold is not None and hold.state is HoldState.FINISHED:
+                return
+            if hold is not None:
+                self._end(hold, HoldState.REVOKED, reason)
+            elif transfer_id not in self._tombstones:
+                self._bury(transfer_id, reason)
+        self._wake()
+
+    # Asyncio
+
+    def expect(self, transfer_id: int, timeout_s: float | None = None) -> None:
+        """The attempt's Submit arrived, ``begin`` will follow when it is admitted: its Open waits that long.
+
+        Every expected id needs ``begin``, ``refuse`` or ``revoke``; ``timeout_s`` (None: ``expect_timeout_s``) is the
+        backstop.
+        """
+        deadline = self._clock() + (self._limits.expect_timeout_s if timeout_s is None else timeout_s)
+        with self._lock:
+            if transfer_id in self._tombstones:
+                return
+            hold = self._holds.get(transfer_id)
+            if hold is None:
+                self._holds[transfer_id] = _Hold(transfer_id, HoldState.EXPECTED, deadline)
+            elif hold.state is HoldState.OPENED:
+                hold.state = HoldState.EXPECTED
+                hold.deadline = deadline
+        self._wake()
+
+    def session_began(self, peer: str) -> None:
+        """Messages of ``peer`` are taken from now on; ``peer`` is unique per session (worker id and epoch, say)."""
+        with self._lock:
+            self._sessions.add(peer)
+
+    def session_ended(self, peer: str) -> None:
+        """All holds that ``peer`` joined end; nothing is sent to it any more. Idempotent."""
+        with self._lock:
+            self._sessions.discard(peer)
+            self._draining_peers.discard(peer)
+            for hold in [hold for hold in self._holds.values() if hold.peer == peer]:
+                if hold.state in (HoldState.OPENED, HoldState.EXPECTED):
+                    # The engine has not begun it: the tombstone makes ``begin`` end at once.
+                    self._end(hold, HoldState.REVOKED, "the decode worker's session ended")
+                elif hold.state is HoldState.HELD:
+                    self._end(hold, HoldState.REVOKED, "the decode worker's session ended")
+                    self._ended(hold.transfer_id)
+                else:
+                    self._end(hold, HoldState.REVOKED, "finished on the prefill worker")
+        self._wake()
+
+    def receive(self, peer: str, message: Open | Done | Abandon) -> None:
+        """Takes a message of ``peer``. Messages of a peer without session are ignored."""
+        with self._lock:
+            if peer not in self._sessions:
+                return
+            if message.transfer_id == LINK_TRANSFER_ID:
+                if isinstance(message, Open):
+                    self._draining_peers.add(peer)
+                else:
+                    self._draining_peers.discard(peer)
+            elif isinstance(message, Open):
+                self._open(peer, message.transfer_id)
+            else:
+                self._leave(peer, message)
+        self._wake()
+
+    # Transfer thread
+
+    def poll(self, now: float) -> float | None:
+        """Sends segments whose events have become true and ends what has expired; returns when to be called again."""
+        with self._lock:
+            next_time: float | None = None
+            for hold in list(self._holds.values()):
+                if hold.unproven:
+                    self._prove(hold)
+                    if hold.unproven:
+                        next_time = _earlier(next_time, now + PUMP_INTERVAL_S)
+                if hold.deadline <= now:
+                    self._expire(hold)
+                else:
+                    next_time = _earlier(next_time, hold.deadline)
+            for transfer_id, (deadline, _) in list(self._tombstones.items()):
+                if deadline > now:
+                    # Insertion order is order of time; tombstones alone wake nobody.
+                    break
+                del self._tombstones[transfer_id]
+            return next_time
+
+    @property
+    def active(self) -> bool:
+        """Whether somebody may be reading from us, so that the connector needs progress; any thread."""
+        return self._readers > 0 or bool(self._draining_peers)
+
+    @property
+    def stats(self) -> HoldStats:
+        """A snapshot; any thread."""
+        with self._lock:
+            return HoldStats(
+                open=len(self._holds),
+                held_blocks=sum(hold.num_blocks for hold in self._holds.values()),
+                released=self._released,
+                revoked=self._revoked,
+            )
+
+    # Under the lock
+
+    def _open(self, peer: str, transfer_id: int) -> None:
+        if transfer_id in self._tombstones:
+            self._send(peer, Gone(transfer_id, self._tombstones[transfer_id][1]))
+            return
+        hold = self._holds.get(transfer_id)
+        if hold is None:
+            deadline = self._clock() + self._limits.unknown_open_s
+            self._holds[transfer_id] = _Hold(transfer_id, HoldState.OPENED, deadline, peer)
+            return
+        if hold.peer == peer:
+            return
+        if hold.peer is not None:
+            self._send(peer, Gone(transfer_id, "another decode worker has opened this exchange"))
+            return
+        hold.peer = peer
+        if hold.state is HoldState.HELD:
+            hold.deadline = self._clock() + self._limits.hold_timeout_s
+        self._flush(hold)
+
+    def _leave(self, peer: str, message: Done | Abandon) -> None:
+        transfer_id = message.transfer_id
+        hold = self._holds.get(transfer_id)
+        if hold is None or hold.peer != peer:
+            if isinstance(message, Done):
+                reason = self._tombstones.get(transfer_id, (0.0, "unknown exchange"))[1]
+                self._send(peer, Gone(transfer_id, reason if hold is None else "not opened by this decode worker"))
+            return
+        held = hold.state is HoldState.HELD
+        if isinstance(message, Done) and held and hold.final_sent:
+            self._end(hold, HoldState.RELEASED, "already released")
+            self._send(peer, Released(transfer_id, valid=True))
+        else:
+            reason = "left by the decode worker" if isinstance(message, Abandon) else "Done came before Final"
+            self._end(hold, HoldState.REVOKED, reason, tell=isinstance(message, Done))
+        if held:
+            self._ended(transfer_id)
+
+    def _prove(self, hold: _Hold) -> None:
+        waiting = hold.unproven
+        hold.unproven = [(segment, event) for segment, event in waiting if not event.query()]
+        if len(hold.unproven) < len(waiting):
+            pending = {id(segment) for segment, _ in hold.unproven}
+            hold.unsent += [segment for segment, _ in waiting if id(segment) not in pending]
+            self._flush(hold)
+
+    def _flush(self, hold: _Hold) -> None:
+        """Sends what is proven to the peer, if it has joined; Final when nothing is left to prove."""
+        if hold.peer is None:
+            return
+        if hold.unsent:
+            for segment in merge_segments(hold.unsent):
+                for part in split_segment(segment):
+                    self._send(hold.peer, part)
+            hold.unsent = []
+            if not hold.segments_sent:
+                hold.segments_sent = True
+                self._readers += 1
+        if hold.final is not None and not hold.unproven and not hold.final_sent:
+            hold.final_sent = True
+            self._send(hold.peer, hold.final)
+            if hold.state is HoldState.FINISHED:
+                self._end(hold, HoldState.RELEASED, "finished on the prefill worker", tell=False)
+
+    def _expire(self, hold: _Hold) -> None:
+        held = hold.state is HoldState.HELD
+        if hold.state is HoldState.OPENED:
+            reason = "unknown exchange"
+        elif held and hold.peer is not None:
+            reason = f"not read within {self._limits.hold_timeout_s:g} s (transport.hold_timeout_s)"
+        elif held:
+            reason = f"not opened within {self._limits.open_timeout_s:g} s (transport.open_timeout_s)"
+        elif hold.state is HoldState.FINISHED:
+            reason = "finished on the prefill worker"
+        else:
+            reason = "not admitted before its deadline"
+        self._end(hold, HoldState.REVOKED, reason)
+        if held:
+            self._ended(hold.transfer_id)
+
+    def _end(self, hold: _Hold, state: HoldState, reason: str, tell: bool = True) -> None:
+        """The one way out of the table: forgets the hold, leaves a tombstone, tells the peer of a revocation."""
+        del self._holds[hold.transfer_id]
+        if hold.segments_sent:
+            self._readers -= 1
+        if hold.state is HoldState.HELD:
+            if state is HoldState.RELEASED:
+                self._released += 1
+            else:
+                self._revoked += 1
+        hold.state = state
+        self._bury(hold.transfer_id, reason)
+        if tell and state is HoldState.REVOKED and hold.peer in self._sessions:
+            assert hold.peer is not None
+            self._send(hold.peer, Gone(hold.transfer_id, reason))
+
+    def _bury(self, transfer_id: int, reason: str) -> None:
+        self._tombstones[transfer_id] = (self._clock() + self._limits.tombstone_s, reason)
+
+
+def _earlier(a: float | None, b: float) -> float:
+    return b if a is None else min(a, b)
