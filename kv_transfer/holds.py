@@ -2,28 +2,29 @@
 
 Life cycle of a hold:
 
-1. ``expect`` (asyncio, when the Submit arrives): the id is known; an Open for it waits. Without it an Open waits at most
-   ``unknown_open_s`` for ``begin``.
-2. ``begin`` (engine, at admission): HELD; the request owns the blocks. ``announce`` adds segments, each readable once its
-   event says so; they are kept until a decode worker has sent ``Open``, then sent. ``final`` ends the announcements.
+1. ``expect`` (asyncio, when the Submit arrives): the id is known; an Open for it waits. Without it an Open waits at
+   most ``unknown_open_s`` for ``begin``.
+2. ``begin`` (engine, at admission): HELD; the request owns the blocks. ``announce`` adds segments, each readable once
+   its event says so; they are kept until a decode worker has sent ``Open``, then sent. ``final`` ends the
+   announcements.
 3. It ends, once, in one of these ways, and leaves a tombstone that answers later messages with Gone:
-   - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is called
-     and the engine frees the blocks.
+   - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is
+     called and the engine frees the blocks.
    - ``Abandon``, the end of the peer's session, or silence (``open_timeout_s`` from ``begin`` without Open,
      ``hold_timeout_s`` from ``final`` without Done): HELD to REVOKED; ``ended`` is called.
    - ``revoke`` (engine): HELD to REVOKED; ``ended`` is not called: the caller frees.
    - ``final`` in which every choice finished: nothing is worth confirming, so the engine frees the blocks at once and
      ``ended`` is not called. The Final itself is kept for a peer that opens late, for ``open_timeout_s``.
 
-The transition out of HELD is one compare-and-set under the lock: either the peer got its confirmation while nobody could
-have reused the blocks, or the blocks were revoked first and no confirmation is ever given.
+The transition out of HELD is one compare-and-set under the lock: either the peer got its confirmation while nobody
+could have reused the blocks, or the blocks were revoked first and no confirmation is ever given.
 
 transfer_id 0 is reserved: ``Open(0)`` says that reads of the peer are pending outside any hold (a warm-up, a cancelled
 exchange that drains), ``Done(0)`` that there are none left. They keep ``active`` true and are not answered.
 
 Threads: engine (begin, announce, final, refuse, revoke), asyncio (expect, session_began, session_ended, receive),
-transfer (poll). ``send`` and ``ended`` are called with the lock held, on whichever thread caused them, so that the order
-of one exchange's messages is the order of events: they must only enqueue, and never call back.
+transfer (poll). ``send`` and ``ended`` are called with the lock held, on whichever thread caused them, so that the
+order of one exchange's messages is the order of events: they must only enqueue, and never call back.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ Life cycle of an exchange (all on the transfer thread):
 5. ``Released(valid=True)``: event ``Loaded``, and the exchange is over. The blocks belong to the request all along.
 
 Early ends: ``Finished`` (every choice ended with its first token), ``Lost`` (Gone, Released(valid=False), link down, KV
-announced incompletely), ``abandon``. Then reads already posted may still land, so the exchange drains (its blocks are in
-quarantine) until they have ended or the link is closed; after that ``Safe`` returns the blocks to the engine.
+announced incompletely), ``abandon``. Then reads already posted may still land, so the exchange drains (its blocks are
+in quarantine) until they have ended or the link is closed; after that ``Safe`` returns the blocks to the engine.
 
-Life cycle of a link: ``link`` connects one ``Link`` per source rank and warms it up with real reads of the null block into
-our null block, which also measures it; ``LinkUp``. A failed read, a read over ``read_timeout_s`` or ``unlink`` closes it,
-which destroys the agent: the only fence against a hung peer. ``LinkDown``; its owner may ``link`` again.
+Life cycle of a link: ``link`` connects one ``Link`` per source rank and warms it up with real reads of the null block
+into our null block, which also measures it; ``LinkUp``. A failed read, a read over ``read_timeout_s`` or ``unlink``
+closes it, which destroys the agent: the only fence against a hung peer. ``LinkDown``; its owner may ``link`` again.
 """
 
 from __future__ import annotations
