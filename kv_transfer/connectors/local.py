@@ -231,7 +231,7 @@ class LocalLink:
         if not self._process.alive():
             return False
         magic, nonce, state = _HEADER.unpack_from(self._map, 0)
-        return magic == _MAGIC and nonce == self._nonce and state == _OPEN
+        return (magic, nonce, state) == (_MAGIC, self._nonce, _OPEN)
 
 
 class _Process:

@@ -56,6 +56,9 @@ NIXL_ERRORS: tuple[type[Exception], ...] = (
 )
 """Everything that nixl raises; it has no common base."""
 
+START_ERRORS: tuple[type[Exception], ...] = (*NIXL_ERRORS, RuntimeError)
+"""What making an agent raises."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
@@ -183,7 +186,7 @@ class NixlConnector:
         config = nixl_api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             agent = nixl_api.nixl_agent(f"{self._prefix}-{next(self._numbers)}", config)
-        except (*NIXL_ERRORS, RuntimeError) as error:
+        except START_ERRORS as error:
             raise ConnectorError(
                 f"NIXL cannot start UCX ({error}); check transport.ucx_tls and transport.ucx_net_devices"
             ) from error
