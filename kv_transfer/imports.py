@@ -48,10 +48,11 @@ POLL_INTERVAL_S = 0.0002
 
 @dataclass(frozen=True, slots=True)
 class ImportLimits:
-    """``require``: links whose transport does not contain this are refused."""
+    """``require``: links whose transport does not contain this are refused. ``warm_up_bytes``: see ``links``."""
 
     read_timeout_s: float = 20.0
     require: str | None = None
+    warm_up_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class ImportTable:
         """Connects to ``peer`` and warms up; ends in LinkUp or LinkDown. Replaces an earlier link of the peer."""
         self.unlink(peer, "replaced by a new link")
         try:
-            link = PeerLink(peer, epoch, self._connector, self._target, sources, send)
+            link = PeerLink(peer, epoch, self._connector, self._target, sources, send, self._limits.warm_up_bytes)
         except ConnectorError as error:
             self._emit(LinkDown(peer, epoch, str(error)))
             return

@@ -18,7 +18,6 @@ from twinpool.kv_transfer.messages import LINK_TRANSFER_ID, ConnectorMessage, Do
 from twinpool.kv_transfer.plan import plan_reads, shared_layers
 
 ROUNDS = 4
-WARM_UP_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,12 @@ class PeerLink:
         target: RankLayout,
         sources: Sequence[SourceRank],
         send: Callable[[FromDecode], None],
+        warm_up_bytes: int,
     ) -> None:
-        """Connects to all ranks. Raises ConnectorError, with nothing left open, if one cannot be reached."""
+        """Connects to all ranks; ``warm_up_bytes`` is about what one round reads.
+
+        Raises ConnectorError, with nothing left open, if a rank cannot be reached.
+        """
         self.peer = peer
         self.epoch = epoch
         self.send = send
@@ -61,6 +64,7 @@ class PeerLink:
         self._target = target
         self._pumped = connector.pumped
         self._pumping = False
+        self._warm_up_bytes = warm_up_bytes
         self.sources = {source.rank: source for source in needed_ranks(target, sources)}
         self._links: dict[int, Link] = {}
         self._rounds_left = ROUNDS + 1
@@ -147,7 +151,7 @@ class PeerLink:
         for rank, source in self.sources.items():
             ranges = self.plan(rank, [0], [0], 0, source.layout.layout.num_layers)
             block_bytes = sum(item.length for item in ranges)
-            repeat = 1 if connecting else max(1, min(64, WARM_UP_BYTES // block_bytes))
+            repeat = 1 if connecting else max(1, min(64, self._warm_up_bytes // block_bytes))
             self._round.append(self.read(rank, ranges * repeat, self._round_started))
             self._round_bytes += block_bytes * repeat
 
