@@ -2,98 +2,54 @@
 
 Life cycle of a hold:
 
-1. ``expect`` (asyncio, when the Submit arrives): the id is known; an Open for it waits. Without it an Open waits at most
-   ``unknown_open_s`` for ``begin``.
-2. ``begin`` (engine, at admission): HELD; the request owns the blocks. ``announce`` adds segments, each readable once its
-   event says so; they are kept until a decode worker has sent ``Open``, then sent. ``final`` ends the announcements.
+1. ``expect`` (asyncio, when the Submit arrives): the id is known; an Open for it waits. Without it an Open waits at
+   most ``unknown_open_s`` for ``begin``.
+2. ``begin`` (engine, at admission): HELD; the request owns the blocks. ``announce`` adds segments, each readable once
+   its event says so; they are kept until a decode worker has sent ``Open``, then sent. ``final`` ends the
+   announcements.
 3. It ends, once, in one of these ways, and leaves a tombstone that answers later messages with Gone:
-   - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is called
-     and the engine frees the blocks.
+   - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is
+     called and the engine frees the blocks.
    - ``Abandon``, the end of the peer's session, or silence (``open_timeout_s`` from ``begin`` without Open,
-     ``hold_timeout_s`` from ``final`` without Done): HELD to REVOKED; ``ended`` is called.
+     ``hold_timeout_s`` from Open, the last segment or Final without Done): HELD to REVOKED; ``ended`` is called.
    - ``revoke`` (engine): HELD to REVOKED; ``ended`` is not called: the caller frees.
    - ``final`` in which every choice finished: nothing is worth confirming, so the engine frees the blocks at once and
      ``ended`` is not called. The Final itself is kept for a peer that opens late, for ``open_timeout_s``.
 
-The transition out of HELD is one compare-and-set under the lock: either the peer got its confirmation while nobody could
-have reused the blocks, or the blocks were revoked first and no confirmation is ever given.
+The transition out of HELD is one compare-and-set under the lock: either the peer got its confirmation while nobody
+could have reused the blocks, or the blocks were revoked first and no confirmation is ever given.
 
 transfer_id 0 is reserved: ``Open(0)`` says that reads of the peer are pending outside any hold (a warm-up, a cancelled
 exchange that drains), ``Done(0)`` that there are none left. They keep ``active`` true and are not answered.
 
 Threads: engine (begin, announce, final, refuse, revoke), asyncio (expect, session_began, session_ended, receive),
-transfer (poll). ``send`` and ``ended`` are called with the lock held, on whichever thread caused them, so that the order
-of one exchange's messages is the order of events: they must only enqueue, and never call back.
+transfer (poll). ``send`` and ``ended`` are called with the lock held, on whichever thread caused them, so that the
+order of one exchange's messages is the order of events: they must only enqueue, and never call back.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from twinpool.kv_transfer.messages import Abandon, Done, Final, First, FromPrefill, Gone, Open, Released, Segment
+from twinpool.kv_transfer.hold import Hold, HoldLimits, HoldState, HoldStats, ReadyEvent
+from twinpool.kv_transfer.messages import (
+    LINK_TRANSFER_ID,
+    Abandon,
+    Done,
+    Final,
+    First,
+    FromPrefill,
+    Gone,
+    Open,
+    Released,
+    Segment,
+)
 from twinpool.kv_transfer.segments import merge_segments, split_segment
 from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
 
-LINK_TRANSFER_ID = 0
-"""Reserved id: reads that belong to a link and to no hold."""
-
-
-class ReadyEvent(Protocol):
-    """Proves that a kernel has written: ``query()`` is cheap and true once it has."""
-
-    def query(self) -> bool:
-        """Whether everything before the event has been written."""
-
-
-@dataclass(frozen=True, slots=True)
-class HoldLimits:
-    """Bounds, in seconds."""
-
-    open_timeout_s: float = 10.0
-    hold_timeout_s: float = 120.0
-    unknown_open_s: float = 2.0
-    expect_timeout_s: float = 600.0
-    tombstone_s: float = 120.0
-
-
-class HoldState(enum.Enum):
-    """OPENED: only the peer's Open is known. EXPECTED: the Submit arrived. FINISHED: only Final is left to deliver."""
-
-    OPENED = "opened"
-    EXPECTED = "expected"
-    HELD = "held"
-    FINISHED = "finished"
-    RELEASED = "released"
-    REVOKED = "revoked"
-
-
-@dataclass(frozen=True, slots=True)
-class HoldStats:
-    """What the table holds now, and what it has done since start."""
-
-    open: int
-    held_blocks: int
-    released: int
-    revoked: int
-
-
-@dataclass(slots=True)
-class _Hold:
-    transfer_id: int
-    state: HoldState
-    deadline: float
-    peer: str | None = None
-    num_blocks: int = 0
-    unproven: list[tuple[Segment, ReadyEvent]] = field(default_factory=list)
-    unsent: list[Segment] = field(default_factory=list)
-    final: Final | None = None
-    final_sent: bool = False
-    segments_sent: bool = False
+__all__ = ["HoldLimits", "HoldStats", "HoldTable", "ReadyEvent"]
 
 
 class HoldTable:
@@ -117,7 +73,7 @@ class HoldTable:
         self._wake = wake
         self._clock = clock
         self._lock = threading.Lock()
-        self._holds: dict[int, _Hold] = {}
+        self._holds: dict[int, Hold] = {}
         self._tombstones: dict[int, tuple[float, str]] = {}
         self._sessions: set[str] = set()
         self._draining_peers: set[str] = set()
@@ -138,10 +94,10 @@ class HoldTable:
                 return
             hold = self._holds.get(transfer_id)
             if hold is None:
-                hold = self._holds[transfer_id] = _Hold(transfer_id, HoldState.HELD, 0.0)
+                hold = self._holds[transfer_id] = Hold(transfer_id, HoldState.HELD, 0.0)
             hold.state = HoldState.HELD
             hold.num_blocks = num_blocks
-            hold.deadline = self._clock() + self._limits.open_timeout_s
+            self._extend(hold)
         self._wake()
 
     def announce(
@@ -160,6 +116,8 @@ class HoldTable:
             hold = self._holds.get(transfer_id)
             if hold is None or hold.state is not HoldState.HELD:
                 return
+            if hold.peer is not None:
+                self._extend(hold)
             if event.query():
                 hold.unsent.append(segment)
                 self._flush(hold)
@@ -179,9 +137,9 @@ class HoldTable:
                 hold.unproven.clear()
                 hold.unsent.clear()
                 hold.num_blocks = 0
-                hold.deadline = self._clock() + self._limits.open_timeout_s
+                self._extend(hold)
             elif hold.peer is not None:
-                hold.deadline = self._clock() + self._limits.hold_timeout_s
+                self._extend(hold)
             self._flush(hold)
         self._wake()
 
@@ -215,7 +173,7 @@ class HoldTable:
                 return
             hold = self._holds.get(transfer_id)
             if hold is None:
-                self._holds[transfer_id] = _Hold(transfer_id, HoldState.EXPECTED, deadline)
+                self._holds[transfer_id] = Hold(transfer_id, HoldState.EXPECTED, deadline)
             elif hold.state is HoldState.OPENED:
                 hold.state = HoldState.EXPECTED
                 hold.deadline = deadline
@@ -305,7 +263,7 @@ class HoldTable:
         hold = self._holds.get(transfer_id)
         if hold is None:
             deadline = self._clock() + self._limits.unknown_open_s
-            self._holds[transfer_id] = _Hold(transfer_id, HoldState.OPENED, deadline, peer)
+            self._holds[transfer_id] = Hold(transfer_id, HoldState.OPENED, deadline, peer)
             return
         if hold.peer == peer:
             return
@@ -314,8 +272,13 @@ class HoldTable:
             return
         hold.peer = peer
         if hold.state is HoldState.HELD:
-            hold.deadline = self._clock() + self._limits.hold_timeout_s
+            self._extend(hold)
         self._flush(hold)
+
+    def _extend(self, hold: Hold) -> None:
+        """Starts the deadline anew: for a peer to come, or once it is there, for prefill and peer to go on."""
+        limits = self._limits
+        hold.deadline = self._clock() + (limits.open_timeout_s if hold.peer is None else limits.hold_timeout_s)
 
     def _leave(self, peer: str, message: Done | Abandon) -> None:
         transfer_id = message.transfer_id
@@ -335,7 +298,7 @@ class HoldTable:
         if held:
             self._ended(transfer_id)
 
-    def _prove(self, hold: _Hold) -> None:
+    def _prove(self, hold: Hold) -> None:
         waiting = hold.unproven
         hold.unproven = [(segment, event) for segment, event in waiting if not event.query()]
         if len(hold.unproven) < len(waiting):
@@ -343,7 +306,7 @@ class HoldTable:
             hold.unsent += [segment for segment, _ in waiting if id(segment) not in pending]
             self._flush(hold)
 
-    def _flush(self, hold: _Hold) -> None:
+    def _flush(self, hold: Hold) -> None:
         """Sends what is proven to the peer, if it has joined; Final when nothing is left to prove."""
         if hold.peer is None:
             return
@@ -361,7 +324,7 @@ class HoldTable:
             if hold.state is HoldState.FINISHED:
                 self._end(hold, HoldState.RELEASED, "finished on the prefill worker", tell=False)
 
-    def _expire(self, hold: _Hold) -> None:
+    def _expire(self, hold: Hold) -> None:
         held = hold.state is HoldState.HELD
         if hold.state is HoldState.OPENED:
             reason = "unknown exchange"
@@ -377,7 +340,7 @@ class HoldTable:
         if held:
             self._ended(hold.transfer_id)
 
-    def _end(self, hold: _Hold, state: HoldState, reason: str, tell: bool = True) -> None:
+    def _end(self, hold: Hold, state: HoldState, reason: str, tell: bool = True) -> None:
         """The one way out of the table: forgets the hold, leaves a tombstone, tells the peer of a revocation."""
         del self._holds[hold.transfer_id]
         if hold.segments_sent:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LINK_TRANSFER_ID = 0
+"""Reserved: ``Open(0)`` means that reads are pending outside any exchange (a warm-up, a cancelled exchange that
+drains), so that the source makes progress; ``Done(0)`` that none are left. Neither is answered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Open:

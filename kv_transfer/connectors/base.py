@@ -83,6 +83,10 @@ class Connector(Protocol):
     def name(self) -> str:
         """nixl, nccl or local."""
 
+    @property
+    def pumped(self) -> bool:
+        """Whether reads from us need our ``progress()``; if not, sources may sleep while others read."""
+
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Allocates and registers the region: flat uint8. Called once."""
 
@@ -106,3 +110,22 @@ class Connector(Protocol):
 
     def close(self) -> None:
         """Ends all links and frees the region. Idempotent."""
+
+
+def check_ranges(ranges: Sequence[CopyRange], source_bytes: int, target_bytes: int) -> int:
+    """Adds up the lengths of ``ranges``; ConnectorError if one leaves the peer's region or ours."""
+    total = 0
+    for item in ranges:
+        if (
+            item.length <= 0
+            or item.source < 0
+            or item.target < 0
+            or item.source + item.length > source_bytes
+            or item.target + item.length > target_bytes
+        ):
+            raise ConnectorError(
+                f"{item} is outside the regions of {source_bytes} and {target_bytes} bytes; "
+                "the peer announced blocks that it does not have, restart it"
+            )
+        total += item.length
+    return total

@@ -26,6 +26,8 @@ def make_connector(kind: ConnectorKind, ucx: UcxSettings) -> Connector:
     if kind == "nixl":
         if not nixl_installed():
             raise ConnectorError("transport.connector is nixl, but nixl is not installed: pip install 'twinpool[nixl]'")
+        # Before nixl is imported, too: it configures its logging then.
+        ucx.apply()
         from twinpool.kv_transfer.connectors.nixl import NixlConnector
 
         return NixlConnector(ucx)

@@ -1,0 +1,88 @@
+"""One exchange on the decode side: what was announced, where it goes, and what has been read."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from twinpool.kv_transfer.connectors.base import CopyRange
+from twinpool.kv_transfer.links import PeerLink, PendingRead
+from twinpool.kv_transfer.messages import Final, Segment
+from twinpool.kv_transfer.segments import merge_segments
+
+
+class ExchangeState(enum.Enum):
+    """See ``imports``. DRAINING: over for everybody else, but a read may still land."""
+
+    OPENING = "opening"
+    READABLE = "readable"
+    READING = "reading"
+    CONFIRMING = "confirming"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """``block_ids`` is None until the engine has reserved; times are of the table's clock.
+
+    ``unread`` are announced segments without a read yet; ``covered`` has, per (source rank, block index), the layers
+    for which a read was started, as a bit mask.
+    """
+
+    transfer_id: int
+    link: PeerLink
+    state: ExchangeState = ExchangeState.OPENING
+    first_block: int = 0
+    block_ids: tuple[int, ...] | None = None
+    unread: list[Segment] = field(default_factory=list)
+    reads: list[PendingRead] = field(default_factory=list)
+    covered: dict[tuple[int, int], int] = field(default_factory=dict)
+    final: Final | None = None
+    readable_at: float = 0.0
+    final_at: float = 0.0
+    confirm_by: float = 0.0
+    read_bytes: int = 0
+
+    def take_ranges(self) -> dict[int, list[CopyRange]]:
+        """Turns all unread segments into what to copy, per source rank, and counts them as covered.
+
+        Only blocks with an index in ``[first_block, first_block + len(block_ids))`` are read.
+        """
+        assert self.block_ids is not None
+        segments, self.unread = self.unread, []
+        segments.sort(key=lambda segment: (segment.rank, segment.layer_start, segment.layer_end, segment.first_block))
+        ranges: dict[int, list[CopyRange]] = {}
+        last_block = self.first_block + len(self.block_ids)
+        for segment in merge_segments(segments):
+            start = max(segment.first_block, self.first_block)
+            end = min(segment.first_block + len(segment.block_ids), last_block)
+            layers = self.link.layers(segment.rank)
+            low, high = max(segment.layer_start, layers.start), min(segment.layer_end, layers.stop)
+            if start >= end or low >= high:
+                continue
+            mask = (1 << high) - (1 << low)
+            for block in range(start, end):
+                key = (segment.rank, block)
+                self.covered[key] = self.covered.get(key, 0) | mask
+            source_blocks = segment.block_ids[start - segment.first_block : end - segment.first_block]
+            target_blocks = self.block_ids[start - self.first_block : end - self.first_block]
+            planned = self.link.plan(segment.rank, source_blocks, target_blocks, low, high)
+            ranges.setdefault(segment.rank, []).extend(planned)
+        return ranges
+
+    def missing(self, block_size: int) -> str:
+        """What Final promised and no segment announced, or what was not reserved; "" if nothing. After Final only."""
+        assert self.final is not None
+        assert self.block_ids is not None
+        if not self.block_ids:
+            return ""
+        num_blocks = -(-self.final.num_tokens // block_size)
+        if self.first_block + len(self.block_ids) < num_blocks:
+            return f"{num_blocks} blocks were announced, {self.first_block + len(self.block_ids)} reserved"
+        for rank in self.link.sources:
+            layers = self.link.layers(rank)
+            wanted = (1 << layers.stop) - (1 << layers.start)
+            for block in range(self.first_block, num_blocks):
+                if self.covered.get((rank, block), 0) != wanted:
+                    return f"block {block} of rank {rank} was not announced completely"
+        return ""
