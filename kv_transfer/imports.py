@@ -149,8 +149,12 @@ class ImportTable:
     def receive(self, peer: str, message: FromPrefill) -> None:
         """Takes a message of the peer's session. What belongs to no exchange with this peer is ignored."""
         if isinstance(message, ConnectorMessage):
-            if peer in self._links:
-                self._links[peer].deliver(message)
+            link = self._links.get(peer)
+            if link is not None:
+                try:
+                    link.deliver(message)
+                except ConnectorError as error:
+                    self._break_link(link, str(error))
             return
         exchange = self._exchanges.get(message.transfer_id)
         if exchange is None or exchange.link.peer != peer:

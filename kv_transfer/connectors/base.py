@@ -66,7 +66,7 @@ class Link(Protocol):
         """Makes progress and tells the state; never blocks, never raises for a dead peer (FAILED)."""
 
     def deliver(self, payload: bytes) -> None:
-        """Takes a payload that the source's connector sent to this link."""
+        """Takes a payload that the source's connector sent to this link. ConnectorError if it makes no sense."""
 
     def close(self) -> None:
         """Destroys the link; when it returns, no read of it can land. Idempotent."""
@@ -100,7 +100,9 @@ class Connector(Protocol):
         """Source side: a session with reader ``peer`` began."""
 
     def deliver(self, peer: str, payload: bytes) -> None:
-        """Source side: takes a payload that ``peer``'s link sent."""
+        """Source side: takes a payload that ``peer``'s link sent. ConnectorError if it makes no sense: end the
+        session.
+        """
 
     def dismiss(self, peer: str) -> None:
         """Source side: the session with ``peer`` ended."""

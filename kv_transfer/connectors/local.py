@@ -19,6 +19,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import secrets
 import select
 import struct
@@ -149,6 +150,9 @@ class LocalLink:
             self._nonce = bytes.fromhex(info["nonce"])
             self._source_bytes = int(info["bytes"])
             self._pid = int(info["pid"])
+            path = str(info["path"])
+            if sys.platform == "linux" and not re.fullmatch(r"/proc/\d+/fd/\d+", path):
+                raise ValueError(f"{path} is no descriptor of a process")
         except (ValueError, KeyError, TypeError) as error:
             raise ConnectorError(f"not metadata of a local connector ({error}); use one connector on both") from error
         self._region = region
@@ -156,7 +160,7 @@ class LocalLink:
         self._process = _Process(self._pid)
         self._closed = False
         try:
-            fd = os.open(info["path"], os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 # Writable only because torch and ctypes want a writable buffer; nothing here writes into it.
                 self._map = mmap.mmap(fd, _HEADER_BYTES + self._source_bytes)

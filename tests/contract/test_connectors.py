@@ -1,6 +1,7 @@
 """What every connector promises, with the source in a process of its own."""
 
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -32,8 +33,13 @@ def pattern(num_bytes: int, seed: int) -> torch.Tensor:
 @dataclass
 class Source:
     process: subprocess.Popen[bytes]
-    metadata: bytes
     content: torch.Tensor
+
+    @functools.cached_property
+    def metadata(self) -> bytes:
+        """Waits until the source serves; so several can start at once."""
+        assert self.process.stdout is not None
+        return bytes.fromhex(self.process.stdout.readline().decode())
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -63,8 +69,7 @@ class Bench:
     def start(self, num_bytes: int = 8 * MIB, seed: int = 1) -> Source:
         arguments = [sys.executable, str(SOURCE), self.kind, self.tls or "-", str(num_bytes), str(seed)]
         process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        source = Source(process, bytes.fromhex(process.stdout.readline().decode()), pattern(num_bytes, seed))
+        source = Source(process, pattern(num_bytes, seed))
         self.sources.append(source)
         return source
 
@@ -91,6 +96,7 @@ def poll_until(poll: Callable[[], ReadState], done: Callable[[ReadState], bool])
     raise AssertionError("not within bounds")
 
 
+FOREIGN_PATH = b'{"path": "/etc/hostname", "pid": 1, "nonce": "00", "bytes": 1}'
 CONNECTORS = [("local", None), ("nixl", None), ("nixl", "tcp"), ("faulty", None)]
 
 
@@ -194,6 +200,7 @@ def test_a_killed_source_fails_the_read_in_flight_and_the_next(bench: Bench) -> 
 
 def test_a_dead_source_cannot_be_connected_to(bench: Bench) -> None:
     source = bench.start()
+    assert source.metadata
     source.kill()
     try:
         link = bench.connect(source)
@@ -252,7 +259,7 @@ def test_ranges_outside_the_regions_are_refused(bench: Bench, bad: CopyRange) ->
 
 
 def test_foreign_metadata_is_refused(bench: Bench) -> None:
-    for metadata in (b"", b"{}", b"twinnixl", os.urandom(300)):
+    for metadata in (b"", b"{}", FOREIGN_PATH, b"twinnixl", os.urandom(300)):
         with pytest.raises(ConnectorError):
             bench.reader.connect(metadata, lambda payload: None)
 

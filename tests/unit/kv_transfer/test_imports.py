@@ -9,7 +9,18 @@ from twinpool.kv_transfer.connectors.local import LocalConnector
 from twinpool.kv_transfer.events import Event, Finished, LinkDown, LinkUp, Loaded, Lost, Readable, Safe
 from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
 from twinpool.kv_transfer.layout import KVLayout, RankLayout
-from twinpool.kv_transfer.messages import Abandon, Done, Final, First, FromDecode, Gone, Open, Released, Segment
+from twinpool.kv_transfer.messages import (
+    Abandon,
+    ConnectorMessage,
+    Done,
+    Final,
+    First,
+    FromDecode,
+    Gone,
+    Open,
+    Released,
+    Segment,
+)
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32")
 WHOLE = RankLayout.whole(LAYOUT)
@@ -321,6 +332,15 @@ def test_a_lost_session_loses_and_frees_everything_at_once(world: World) -> None
     world.view.fill_(5)
     world.connector.release()
     assert (world.view == 5).all()
+
+
+def test_a_payload_that_the_connector_does_not_take_breaks_the_link(world: World) -> None:
+    world.reading(Fault.HANG)
+    world.table.receive("q", ConnectorMessage(0, b"?"))
+    world.table.receive("p", ConnectorMessage(5, b"?"))
+    assert world.take() == []
+    world.table.receive("p", ConnectorMessage(0, b"?"))
+    assert [type(event) for event in world.take()] == [Lost, Safe, LinkDown]
 
 
 def test_a_warm_up_that_hangs_is_bounded(world: World) -> None:
