@@ -40,8 +40,11 @@ _LAST_WORDS_S = 1.0
 class Router:
     """See the module docstring; made by ``start``."""
 
-    def __init__(self, config: Config, registry: Registry, admission: Admission, rpc: RpcServer, http: HttpServer):
+    def __init__(
+        self, config: Config, registry: Registry, admission: Admission, intake: Intake, rpc: RpcServer, http: HttpServer
+    ) -> None:
         self._config = config
+        self.intake = intake
         self._registry = registry
         self._admission = admission
         self._rpc = rpc
@@ -77,7 +80,7 @@ class Router:
         await rpc.set_serving(INFO, True)
         http.start()
         registry.start()
-        router = cls(config, registry, admission, rpc, http)
+        router = cls(config, registry, admission, intake, rpc, http)
         router._health = asyncio.create_task(router._follow_readiness())
         log.info("router %s: gRPC on port %d, HTTP on port %d", registry.identity.router_id, rpc.port, http.port)
         return router
@@ -145,6 +148,7 @@ class HttpServer:
             uvicorn.Config(
                 app,
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 lifespan="off",
                 ws="none",

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from twinpool.router.messages import Failure, Output, Role, Stats
+from twinpool.router.choice import Choice
+from twinpool.router.messages import Failure, Output, Role, Stats, Submission
 from twinpool.router.policy import Route
+from twinpool.router.request import ResolvedRequest
 from twinpool.router.worker_session import WorkerSession
 
 
@@ -87,3 +89,30 @@ class Leg:
     def on_session_end(self, reason: str) -> None:
         """See ``AttemptSink``."""
         self.lost(self.attempt, self.role, reason)
+
+
+def submission_for(attempt: Attempt, request: ResolvedRequest, first: Choice, remaining_s: float) -> Submission:
+    """What both workers are told; ``first`` is the state of the attempt's first choice, ``remaining_s`` what is left.
+
+    Output of earlier attempts goes along only when one choice is asked for: choices are continued one by one.
+    """
+    has_prompt_logprobs = first.prompt_logprobs_seen >= len(request.prompt_ids) - 1
+    return Submission(
+        attempt_id=attempt.attempt_id,
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        output_ids=first.token_ids if len(attempt.choices) == 1 else (),
+        sampling=request.sampling,
+        n=len(attempt.choices),
+        first_choice=attempt.choices[0],
+        stopping=request.stopping,
+        constraint=request.constraint,
+        logprobs=request.logprobs,
+        prompt_logprobs=None if has_prompt_logprobs else request.prompt_logprobs,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        deadline_s=max(remaining_s, 0.001),
+        transfer_id=attempt.transfer_id,
+        prefill_worker="" if attempt.route.prefill is None else attempt.route.prefill[0],
+        prefill_epoch=0 if attempt.route.prefill is None else attempt.route.prefill[1],
+    )

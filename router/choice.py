@@ -55,7 +55,7 @@ class Choice:
     def accept(self, output: Output) -> int:
         """Adds what is new in ``output``; returns the number of tokens that were."""
         before = len(self.token_ids)
-        if self.finish is None:
+        if self.finish is None and (output.token_ids or output.finish is not None):
             self._ahead_or_now(output)
         return len(self.token_ids) - before
 

@@ -15,9 +15,7 @@ The flow owns its attempts, its retry tasks, its timers and the ticket; ``close`
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -31,22 +29,21 @@ from twinpool.errors import (
     Unavailable,
 )
 from twinpool.router.admission import Ticket
-from twinpool.router.attempt import Attempt, Leg
+from twinpool.router.attempt import Attempt, Leg, submission_for
 from twinpool.router.choice import Choice
-from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role, Submission, TokenLogprob
+from twinpool.router.ledger import MAX_PAUSE_S, Ledger
+from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role, TokenLogprob
 from twinpool.router.metrics import RouterMetrics
-from twinpool.router.policy import CostModel, NoRoute, Obstacle, Route, RouteQuery, WorkerKey, choose
+from twinpool.router.policy import CostModel, NoRoute, Obstacle, Route, RouteQuery, choose
 from twinpool.router.registry import Registry
 from twinpool.router.request import ResolvedRequest
 from twinpool.router.summary import Clockings, Summary, summarize
 from twinpool.router.text import ModelText
 
-MAX_CRASHES = 3
 STALL_S = 30.0
 """A client that takes nothing for this long while there is something to take is cancelled."""
 STATS_GRACE_S = 0.25
 """How long the last message waits for the prefill worker's account when decode was faster."""
-_MIN_PAUSE_S, _MAX_PAUSE_S = 0.02, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +95,7 @@ class Flow:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._consumer_waits = False
         self._dispatched = self._first_token = self._last_token = 0.0
-        self._redispatches = self._failures = 0
-        self._crashes: Counter[int] = Counter()
-        self._tries: Counter[int] = Counter()
-        self._avoid: set[WorkerKey] = set()
-        self._exhausted: set[WorkerKey] = set()
+        self._ledger = Ledger(context.config.max_attempts)
         self._prompt_ids_sent = not request.want_token_ids
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
@@ -177,9 +170,9 @@ class Flow:
         query = RouteQuery(
             num_tokens=len(self.request.prompt_ids) + longest,
             mode=self._context.config.disaggregate,
-            avoid=frozenset(self._avoid),
-            barred=frozenset(self._exhausted),
-            is_retry=bool(self._attempts) and not self._exhausted,
+            avoid=frozenset(self._ledger.avoid),
+            barred=frozenset(self._ledger.exhausted),
+            is_retry=bool(self._attempts) and not self._ledger.exhausted,
         )
         return choose(query, self._context.registry.views(), self._context.cost)
 
@@ -208,35 +201,13 @@ class Flow:
         if not self._attempts:
             self._dispatched = self._loop.time()
         self._attempts.append(attempt)
-        self._tries.update(attempt.choices)
+        self._ledger.submitted(choices)
         self._context.metrics.routed(route)
-        submission = self._submission(attempt)
+        first = self._choices[attempt.choices[0]]
+        submission = submission_for(attempt, self.request, first, self._deadline - self._loop.time())
         decode.submit(submission, Leg(attempt, "decode", self._on_output, self._on_failed, self._on_lost))
         if prefill is not None and not attempt.ended:
             prefill.submit(submission, Leg(attempt, "prefill", self._on_output, self._on_failed, self._on_lost))
-
-    def _submission(self, attempt: Attempt) -> Submission:
-        request, first = self.request, self._choices[attempt.choices[0]]
-        complete = first.prompt_logprobs_seen >= len(request.prompt_ids) - 1
-        return Submission(
-            attempt_id=attempt.attempt_id,
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            output_ids=first.token_ids if len(attempt.choices) == 1 else (),
-            sampling=request.sampling,
-            n=len(attempt.choices),
-            first_choice=attempt.choices[0],
-            stopping=request.stopping,
-            constraint=request.constraint,
-            logprobs=request.logprobs,
-            prompt_logprobs=None if complete else request.prompt_logprobs,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            deadline_s=max(self._deadline - self._loop.time(), 0.001),
-            transfer_id=attempt.transfer_id,
-            prefill_worker="" if attempt.route.prefill is None else attempt.route.prefill[0],
-            prefill_epoch=0 if attempt.route.prefill is None else attempt.route.prefill[1],
-        )
 
     # News from the workers
 
@@ -295,18 +266,18 @@ class Flow:
                 self._on_deadline()
                 return
             case FailureCode.EXHAUSTED if key is not None:
-                self._exhausted.add(key)
+                self._ledger.exhausted.add(key)
             case FailureCode.INTERNAL:
-                self._crashes.update(attempt.choices)
+                self._ledger.crashed(attempt.choices)
         if key is not None:
-            self._avoid.add(key)
+            self._ledger.avoid.add(key)
         self._retry(attempt, failure.code.value, f"{name}: {failure.message}")
 
     def _on_lost(self, attempt: Attempt, role: Role, reason: str) -> None:
         if attempt.ended or self._is_over(attempt) or (role == "prefill" and attempt.loaded):
             return
         if role == "decode" or not attempt.prefilled.issuperset(attempt.choices):
-            self._crashes.update(attempt.choices)  # it was running the request when it went
+            self._ledger.crashed(attempt.choices)  # it was running the request when it went
         self._retry(attempt, "worker_lost", reason)
 
     def _is_over(self, attempt: Attempt) -> bool:
@@ -317,24 +288,15 @@ class Flow:
     def _retry(self, attempt: Attempt, label: str, reason: str) -> None:
         """The one recovery path: ends the attempt and starts anew from the tokens so far."""
         attempt.cancel()
-        self._failures += 1
-        if any(self._crashes[choice] >= MAX_CRASHES for choice in attempt.choices):
-            self.cancel(
-                TwinpoolError(
-                    f"{MAX_CRASHES} workers failed while they ran this request, so it is not tried again; "
-                    f"last: {reason}"
-                )
-            )
-            return
         rest = [index for index in attempt.choices if not self._choices[index].finish_if_complete()]
         self._notify()
         if not rest:
             return
-        tries = max(self._tries[index] for index in rest)
-        if tries >= self._context.config.max_attempts:
-            self.cancel(Unavailable(f"gave up after {tries} attempts; last: {reason}"))
+        verdict = self._ledger.verdict(rest, reason)
+        if verdict is not None:
+            self.cancel(verdict)
             return
-        self._redispatches += 1
+        self._ledger.redispatches += 1
         self._context.metrics.redispatched(label)
         fresh = all(not self._choices[index].token_ids for index in rest)
         groups = [rest] if fresh and len(rest) == len(attempt.choices) else [[index] for index in rest]
@@ -345,16 +307,15 @@ class Flow:
 
     async def _dispatch_later(self, choices: Sequence[int]) -> None:
         """Waits for the pause and for a route; bounded by the deadline, whose timer cancels this task."""
-        pause_s = min(_MIN_PAUSE_S * 2 ** min(self._failures - 1, 10), _MAX_PAUSE_S)
-        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        await asyncio.sleep(self._ledger.pause_s(choices))
         while isinstance(route := self._route(choices), NoRoute):
             started = any(choice.token_ids for choice in self._choices)
             if route.obstacle is Obstacle.TOO_LARGE or (route.obstacle is Obstacle.BARRED and not started):
                 self.cancel(self._error_for(route))
                 return
             if route.obstacle is Obstacle.BARRED:
-                self._exhausted.clear()  # a started answer waits for room instead of being thrown away
-                await asyncio.sleep(_MAX_PAUSE_S * random.uniform(0.5, 1.0))
+                self._ledger.exhausted.clear()  # a started answer waits for room instead of being thrown away
+                await asyncio.sleep(self._ledger.pause_s(choices) + MAX_PAUSE_S / 2)
             else:
                 await self._context.registry.wait_changed()
         self._submit(choices, route)
@@ -408,7 +369,7 @@ class Flow:
             self._arrival, self._dispatched or now, self._first_token or now, self._last_token or now, now
         )
         tokens = sum(len(choice.token_ids) for choice in self._choices)
-        summary = summarize(self._attempts, len(self.request.prompt_ids), tokens, self._redispatches, times)
+        summary = summarize(self._attempts, len(self.request.prompt_ids), tokens, self._ledger.redispatches, times)
         self._context.metrics.finished(summary)
         return summary
 

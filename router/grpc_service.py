@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
+from importlib import metadata
 
 import grpc.aio
 
-import twinpool
 from twinpool.errors import Cancelled
 from twinpool.proto import inference_pb2, inference_pb2_grpc
 from twinpool.router.admission import Admission
@@ -70,7 +70,7 @@ class InfoServicer(inference_pb2_grpc.InfoServiceServicer):
         """See inference.proto."""
         reason = "the router is shutting down" if self._admission.draining else self._registry.not_ready_reason
         return inference_pb2.GetStatusResponse(
-            version=twinpool.__version__,
+            version=metadata.version("twinpool"),
             workers=[_worker_status(session, self._registry) for session in self._registry.sessions],
             in_flight=self._admission.in_flight,
             ready=not reason,

@@ -6,13 +6,13 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from importlib import metadata
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-import twinpool
 from twinpool.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, TwinpoolError, Unavailable
 from twinpool.router.admission import Admission
 from twinpool.router.completions import Completion
@@ -142,7 +142,7 @@ class HttpService:
 
     async def version(self) -> Json:
         """GET /version."""
-        return {"version": twinpool.__version__}
+        return {"version": metadata.version("twinpool")}
 
     async def metrics(self) -> Response:
         """GET /metrics: Prometheus text."""

@@ -88,6 +88,7 @@ class FakeWorker:
     sessions: int = 0
     draining: bool = False
     paused: asyncio.Event = field(default_factory=asyncio.Event)
+    outbox: Any = None
     _server: RpcServer | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _calls: list[Any] = field(default_factory=list)
@@ -141,7 +142,7 @@ class FakeWorker:
 
     async def _session(self, requests: Any) -> AsyncIterator[worker_pb2.SessionResponse]:
         self.sessions += 1
-        outbox: Outbox[worker_pb2.SessionResponse] = Outbox()
+        self.outbox = outbox = Outbox[worker_pb2.SessionResponse]()
         tasks = [asyncio.create_task(self._read(requests, outbox))]
         self._tasks.update(tasks)
         try:

@@ -166,16 +166,16 @@ async def test_options_reach_the_workers(make_cluster: Any) -> None:
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-async def test_errors(make_cluster: Any, path: str, body: Any, status: int, param: str | None, stream: bool) -> None:
+async def test_errors(make_cluster: Any, path: str, body: Any, status: int, param: str | None) -> None:
     async with make_cluster("ok") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
         await cluster.router.wait_ready()
-        answer = await client.post(f"/v1/{path}", json=body | {"stream": stream})
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error"
-        assert error["param"] == param
+        for stream in (False, True):
+            answer = await client.post(f"/v1/{path}", json=body | {"stream": stream})
+            assert answer.status_code == status, answer.text
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param
         assert cluster.router.admission.in_flight == 0
         assert not any(worker.submits for worker in cluster.workers)
 
