@@ -13,12 +13,13 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc.aio
 
 from twinpool.config import SessionSection
 from twinpool.errors import Unavailable
-from twinpool.kv_transfer.connectors.base import Connector
+from twinpool.kv_transfer.connectors.base import Connector, ConnectorError
 from twinpool.kv_transfer.holds import HoldTable
 from twinpool.kv_transfer.messages import ConnectorMessage, FromPrefill
 from twinpool.kv_transfer.transfer_thread import TransferThread
@@ -115,23 +116,33 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
             while True:
                 request = await asyncio.wait_for(anext(requests), self._section.dead_after_s)
                 if request.WhichOneof("message") != "heartbeat":
-                    self._take(peer, request)
+                    self._take(peer, request, outbox)
         except StopAsyncIteration:
             log.debug("%s closed the stream", peer)
         except TimeoutError:
             log.warning("no sign of life from %s, its holds end", peer)
+        except ValueError as error:
+            log.warning("session with %s ends: %s", peer, error)
         except (grpc.RpcError, grpc.aio.BaseError) as error:
             log.info("session with %s broke: %s", peer, error)
         finally:
             outbox.close()
 
-    def _take(self, peer: str, request: kv_pb2.SessionRequest) -> None:
+    def _take(self, peer: str, request: kv_pb2.SessionRequest, outbox: SessionOutbox) -> None:
         message = from_decode(request)
         if isinstance(message, ConnectorMessage):
-            payload = message.payload
-            self._transfer.post(lambda: self._connector.deliver(peer, payload))
+            loop = asyncio.get_running_loop()
+            self._transfer.post(partial(self._deliver, peer, message.payload, loop, outbox))
         else:
             self._holds.receive(peer, message)
+
+    def _deliver(self, peer: str, payload: bytes, loop: asyncio.AbstractEventLoop, outbox: SessionOutbox) -> None:
+        """On the transfer thread: a payload that makes no sense ends its session, never the process."""
+        try:
+            self._connector.deliver(peer, payload)
+        except ConnectorError as error:
+            log.warning("session with %s ends: %s", peer, error)
+            loop.call_soon_threadsafe(outbox.close)
 
     async def _beat(self, outbox: SessionOutbox) -> None:
         with contextlib.suppress(asyncio.CancelledError):

@@ -101,7 +101,7 @@ class PrefillWorker:
     def _tick(self, now: float) -> float | None:
         """One turn of the transfer thread: proves and expires holds; pumps only while somebody may be reading."""
         due = self._holds.poll(now)
-        if not self._holds.active:
+        if not (self._holds.active and self._parts.connector.pumped):
             return due
         self._parts.connector.progress()
         return now + PUMP_INTERVAL_S if due is None else min(due, now + PUMP_INTERVAL_S)

@@ -179,8 +179,8 @@ class _Server(uvicorn.Server):
 
 
 def _add_inference(servicer: InferenceServicer, server: object) -> None:
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
 
 
 def _add_info(servicer: InfoServicer, server: object) -> None:
-    inference_pb2_grpc.add_InfoServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    inference_pb2_grpc.add_InfoServiceServicer_to_server(servicer, server)

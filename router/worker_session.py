@@ -148,7 +148,7 @@ class WorkerSession:
     async def _converse(self, opened: grpc.aio.Channel) -> None:
         outbox: Outbox[worker_pb2.SessionRequest] = Outbox()
         outbox.put_control(wire.hello(self._identity.router_id, self._identity.epoch, self._protocol))
-        call = worker_pb2_grpc.WorkerServiceStub(opened).Session(aiter(outbox))  # type: ignore[no-untyped-call]
+        call = worker_pb2_grpc.WorkerServiceStub(opened).Session(aiter(outbox))
         tasks: list[asyncio.Task[str]] = []
         reason = "the router stops"
         try:
