@@ -60,7 +60,7 @@ def usage_pairs(result: Completion) -> dict[str, str]:
         "time": f"{timings.total_s * 1e3:.1f} ms, first token after {timings.first_token_s * 1e3:.1f} ms",
         "  queue": f"{timings.queue_s * 1e3:.1f} ms",
         "  prefill": f"{timings.prefill_s * 1e3:.1f} ms",
-        "  transfer": f"{timings.transfer_s * 1e3:.1f} ms, {timings.exposed_transfer_s * 1e3:.1f} ms of it after the prefill",
+        "  transfer": f"{timings.transfer_s * 1e3:.1f} ms, {timings.exposed_transfer_s * 1e3:.1f} ms of it exposed",
         "  decode": f"{timings.decode_s * 1e3:.1f} ms{rate}",
     }
     return pairs
