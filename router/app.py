@@ -19,7 +19,10 @@ from fastapi import FastAPI
 
 from twinpool.config import Config
 from twinpool.errors import ConfigError
-from twinpool.proto import inference_pb2_grpc
+from twinpool.proto.inference_pb2_grpc import (
+    add_InferenceServiceServicer_to_server,
+    add_InfoServiceServicer_to_server,
+)
 from twinpool.router.admission import Admission
 from twinpool.router.flow import FlowContext
 from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
@@ -67,8 +70,8 @@ class Router:
         intake = Intake(context, admission)
         inference, info = InferenceServicer(intake, text), InfoServicer(registry, admission)
         servicers = [
-            Servicer(INFERENCE, lambda server: _add_inference(inference, server)),
-            Servicer(INFO, lambda server: _add_info(info, server)),
+            Servicer(INFERENCE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
+            Servicer(INFO, lambda server: add_InfoServiceServicer_to_server(info, server)),
         ]
         app = HttpService(intake, registry, admission, text, metrics).app
         http = HttpServer(app, config.router.host, config.router.http_port)
@@ -176,11 +179,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _add_inference(servicer: InferenceServicer, server: object) -> None:
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-
-
-def _add_info(servicer: InfoServicer, server: object) -> None:
-    inference_pb2_grpc.add_InfoServiceServicer_to_server(servicer, server)
