@@ -1,13 +1,17 @@
-"""Fixtures shared by all tests: tiny random checkpoints that a real engine, and transformers, can load."""
+"""Fixtures shared by all tests: tiny random checkpoints that a real engine can load, and real deployments."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
+from clusters import Cluster
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCAB_SIZE = 300
@@ -15,6 +19,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
 
 
 class MakeTinyLlama(Protocol):
@@ -51,6 +58,23 @@ def make_tiny_llama() -> MakeTinyLlama:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One float32 tiny Llama (grouped-query, untied) for all tests of a session; read-only."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path) -> StartCluster:
+    """``async with start_cluster(model, prefill=1, decode=1, settings={...}) as cluster``: a ready deployment."""
+
+    @contextlib.asynccontextmanager
+    async def start(model: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Cluster]:
+        cluster = Cluster.of(tmp_path, model, *args, **kwargs)
+        try:
+            cluster.launch_all()
+            await cluster.ready()
+            yield cluster
+        finally:
+            cluster.stop()
+
+    return start
 
 
 def write_tiny_llama(folder: Path, *, seed: int = 0, num_shards: int = 1, **overrides: Any) -> Path:

@@ -1,4 +1,7 @@
-"""Real deployments for tests: a router, prefill and decode workers as processes on loopback, never restarted."""
+"""Real deployments for tests: a router, prefill and decode workers as processes on loopback.
+
+Nobody restarts them unless a test calls ``launch`` or ``heal``. ``stop`` ends whatever still runs, stopped or not.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
-import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -22,6 +23,12 @@ from twinpool import AsyncClient
 from twinpool.results import Status
 
 READY_TIMEOUT_S = 120.0
+DEFAULTS: dict[str, object] = {
+    "router.disaggregate": "always",
+    "router.drain_timeout_s": 1.0,
+    "prefill.drain_timeout_s": 1.0,
+    "decode.drain_timeout_s": 1.0,
+}
 INFERENCE = "twinpool.inference.v1.InferenceService"
 
 
@@ -50,13 +57,40 @@ class Node:
 
 @dataclass
 class Cluster:
-    """Processes by name: router, prefill-0, ..., decode-0, ...; ``settings`` are dotted configuration keys."""
+    """Processes by name: router, prefill-0, ..., decode-0, ...; ``settings`` are dotted configuration keys.
+
+    ``overrides`` are settings of single processes, by name; they may change between two launches.
+    """
 
     folder: Path
     model: Path
     settings: dict[str, object]
+    overrides: dict[str, dict[str, object]] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     http_port: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        model: Path,
+        prefill: int = 1,
+        decode: int = 1,
+        settings: dict[str, object] | None = None,
+        overrides: dict[str, dict[str, object]] | None = None,
+    ) -> Cluster:
+        """A deployment on free ports; nothing runs yet."""
+        cluster = cls(folder, model, DEFAULTS | (settings or {}), overrides or {})
+        ports = iter(free_ports(2 + 2 * prefill + decode))
+        cluster.http_port = next(ports)
+        cluster.nodes["router"] = Node("router", "router", next(ports))
+        for index in range(prefill):
+            name = f"prefill-{index}"
+            cluster.nodes[name] = Node(name, "prefill", next(ports), next(ports))
+        for index in range(decode):
+            name = f"decode-{index}"
+            cluster.nodes[name] = Node(name, "decode", next(ports))
+        return cluster
 
     @property
     def address(self) -> str:
@@ -79,7 +113,8 @@ class Cluster:
             values |= {f"{node.role}.port": node.port, f"{node.role}.worker_id": name}
             if node.role == "prefill":
                 values["prefill.kv_port"] = node.kv_port
-        config: dict[str, dict[str, object]] = {"model": {"path": str(self.model)}}
+        values = {"model.path": str(self.model)} | values | self.overrides.get(name, {})
+        config: dict[str, dict[str, object]] = {}
         for key, value in values.items():
             *sections, leaf = key.split(".")
             target = config
@@ -92,6 +127,10 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             node.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
+    def launch_all(self) -> None:
+        for name in self.nodes:
+            self.launch(name)
+
     def signal(self, name: str, signum: signal.Signals) -> None:
         process = self.nodes[name].process
         assert process is not None
@@ -103,6 +142,35 @@ class Cluster:
         assert process is not None
         process.wait(10)
 
+    def terminate(self, name: str, timeout_s: float = 30.0) -> int:
+        """SIGTERM; returns the exit code."""
+        self.signal(name, signal.SIGTERM)
+        return self.wait(name, timeout_s)
+
+    def wait(self, name: str, timeout_s: float = 30.0) -> int:
+        process = self.nodes[name].process
+        assert process is not None
+        return process.wait(timeout_s)
+
+    async def heal(self, timeout_s: float = READY_TIMEOUT_S) -> Status:
+        """Continues and restarts what a test stopped or killed; waits until all are linked and everything is free."""
+        for name, node in self.nodes.items():
+            assert node.process is not None
+            if node.process.poll() is not None:
+                self.launch(name)
+            else:
+                node.process.send_signal(signal.SIGCONT)
+        await self.ready()
+        roles = [node.role for node in self.nodes.values()]
+
+        def whole(status: Status) -> bool:
+            alive = [worker for worker in status.workers if worker.state == "alive"]
+            links = sum(link.linked for worker in alive for link in worker.links)
+            wanted = roles.count("prefill") * roles.count("decode")
+            return len(alive) == len(roles) - 1 and links == wanted and is_free(status)
+
+        return await self.until(whole, timeout_s)
+
     async def ready(self) -> None:
         """Waits until the router can serve; fails with the logs of a process that died."""
         async with asyncio.timeout(READY_TIMEOUT_S):
@@ -113,7 +181,7 @@ class Cluster:
                     assert node.process is not None
                     if node.process.poll() not in (None, 0):
                         watching.cancel()
-                        pytest.fail(f"{node.name} ended with {node.process.poll()}:\n{self.log(node.name)}")
+                        raise AssertionError(f"{node.name} ended with {node.process.poll()}:\n{self.log(node.name)}")
             await watching
 
     async def _watch(self) -> None:
@@ -137,22 +205,12 @@ class Cluster:
                         await asyncio.sleep(0.1)
                         status = await client.status()
             except TimeoutError:
-                pytest.fail(f"never reached; last status: {status}")
+                raise AssertionError(f"never reached; last status: {status}") from None
             return status
 
     async def all_free(self, timeout_s: float = 10.0) -> Status:
         """Waits until no live worker holds a block, a request or an exchange."""
-
-        def free(status: Status) -> bool:
-            return all(
-                worker.free_blocks == worker.total_blocks
-                and not (worker.running or worker.waiting or worker.loading or worker.held)
-                and not (worker.open_exchanges or worker.quarantined_blocks)
-                for worker in status.workers
-                if worker.state == "alive"
-            )
-
-        return await self.until(free, timeout_s)
+        return await self.until(is_free, timeout_s)
 
     def stop(self) -> None:
         processes = [node.process for node in self.nodes.values() if node.process is not None]
@@ -168,39 +226,12 @@ class Cluster:
                 process.wait(10)
 
 
-StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
-
-
-@pytest.fixture
-def start_cluster(tmp_path: Path) -> StartCluster:
-    """``async with start_cluster(model, prefill=1, decode=1, settings={...}) as cluster``: a ready deployment."""
-
-    @contextlib.asynccontextmanager
-    async def start(
-        model: Path, prefill: int = 1, decode: int = 1, settings: dict[str, object] | None = None
-    ) -> AsyncIterator[Cluster]:
-        defaults: dict[str, object] = {
-            "router.disaggregate": "always",
-            "router.drain_timeout_s": 1.0,
-            "prefill.drain_timeout_s": 1.0,
-            "decode.drain_timeout_s": 1.0,
-        }
-        cluster = Cluster(tmp_path, model, defaults | (settings or {}))
-        ports = iter(free_ports(2 + 2 * prefill + decode))
-        cluster.http_port = next(ports)
-        cluster.nodes["router"] = Node("router", "router", next(ports))
-        for index in range(prefill):
-            name = f"prefill-{index}"
-            cluster.nodes[name] = Node(name, "prefill", next(ports), next(ports))
-        for index in range(decode):
-            name = f"decode-{index}"
-            cluster.nodes[name] = Node(name, "decode", next(ports))
-        try:
-            for name in cluster.nodes:
-                cluster.launch(name)
-            await cluster.ready()
-            yield cluster
-        finally:
-            cluster.stop()
-
-    return start
+def is_free(status: Status) -> bool:
+    """Whether no live worker holds a block, a request or an exchange."""
+    return all(
+        worker.free_blocks == worker.total_blocks
+        and not (worker.running or worker.waiting or worker.loading or worker.held)
+        and not (worker.open_exchanges or worker.quarantined_blocks)
+        for worker in status.workers
+        if worker.state == "alive"
+    )
