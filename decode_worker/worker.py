@@ -74,7 +74,7 @@ class DecodeWorker:
             exports=NoExports(),
             imports=ImportsPort(self.transfer, self._table),
         )
-        self.host = Host(self.engine, self.transfer, parts.connector)
+        self.host = Host(self.engine, parts.grammars, self.transfer, parts.connector)
 
     def _on_error(self, error: Exception) -> None:
         self.host.fail(error)

@@ -39,13 +39,14 @@ from twinpool.engine.commands import (
 from twinpool.engine.engine_config import EngineConfig
 from twinpool.engine.exporter import Exporter
 from twinpool.engine.outputs import OutputCollector
-from twinpool.engine.plan import Executor, StepPlan
-from twinpool.engine.ports import Grammars, KVExports, KVImports, OutputSink, Proposer, RolePolicy
+from twinpool.engine.plan import Executor, StepPlan, StepResult
+from twinpool.engine.ports import Grammars, KVExports, KVImports, OutputSink, RolePolicy, Speculation
 from twinpool.engine.postprocessor import Postprocessor
 from twinpool.engine.remote_loads import RemoteLoads
 from twinpool.engine.request import FailureCode, Request, RequestState
 from twinpool.engine.scheduler import Blocker, Scheduler
 from twinpool.engine.stopping import StopRules
+from twinpool.engine.validation import problem
 
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 
@@ -81,7 +82,7 @@ class Engine:
         exports: KVExports,
         imports: KVImports,
         clock: Callable[[], float] = time.monotonic,
-        proposer: Proposer | None = None,
+        speculation: Speculation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self._config = config
@@ -91,13 +92,14 @@ class Engine:
         self._exports = exports
         self._imports = imports
         self._clock = clock
+        self._speculation = speculation
         self._grammars = grammars
         self._pool = BlockPool(executor.num_blocks)
         self._tables = BlockTables(self._pool, config.block_size, config.revision, config.prefix_caching)
         self._max_model_len = min(config.max_model_len, self._pool.num_usable * config.block_size)
         self._exporter = Exporter(exports, policy, executor.num_layers, config.block_size, config.layer_groups)
         self._scheduler = Scheduler(
-            config, self._max_model_len, self._tables, policy, self._exporter, imports, proposer, grammars
+            config, self._max_model_len, self._tables, policy, self._exporter, imports, speculation, grammars
         )
         self._outputs = OutputCollector()
         self._attempts = Attempts(self._scheduler, policy, exports, imports, grammars)
@@ -165,6 +167,8 @@ class Engine:
         for attempt_id in self._attempts.expired(now):
             self._fail(attempt_id, FailureCode.DEADLINE, "the deadline passed", now)
         plan = self._scheduler.schedule(now)
+        for request, message in self._scheduler.faults:
+            self._postprocessor.refuse(request, message, now)
         if plan.scheduled:
             self._run(plan)
         outputs = self._outputs.take(self._scheduler.step, self._pool.take_events())
@@ -228,9 +232,9 @@ class Engine:
             message = f"exchange {request.transfer_id:x} is in use by another attempt"
             self._outputs.fail(request, FailureCode.INVALID, message, "transfer_id")
             return
-        problem = self._problem(request)
-        if problem is not None:
-            field, message = problem
+        found = problem(request, self._config, self._max_model_len, self._grammars is not None)
+        if found is not None:
+            field, message = found
             self._outputs.fail(request, FailureCode.INVALID, message, field)
             if self._policy.holds(request):
                 self._exports.refuse(request.transfer_id, message)
@@ -250,27 +254,6 @@ class Engine:
             self._grammars.compile(request, self.post)
         self._scheduler.submit(request, blockers)
 
-    def _problem(self, request: Request) -> tuple[str, str] | None:
-        """Field and message for a request that can never be served here."""
-        longest = self._max_model_len
-        if not request.prompt_ids:
-            return "prompt", "the prompt is empty; send one token or more"
-        if request.num_tokens >= longest:
-            return "prompt", (
-                f"{request.num_tokens} prompt and output tokens leave no room for an answer: this worker holds "
-                f"{longest} tokens per request (model limit {self._config.max_model_len}, "
-                f"{self._pool.num_usable} blocks of {self._config.block_size})"
-            )
-        if request.stop.max_tokens <= len(request.output_ids):
-            return "max_tokens", (
-                f"max_tokens is {request.stop.max_tokens}, but {len(request.output_ids)} tokens are there already"
-            )
-        if request.sampling.n < 1 or (request.sampling.n > 1 and request.output_ids):
-            return "n", f"n is {request.sampling.n}; it must be positive, and 1 where output tokens are given"
-        if request.constraint is not None and self._grammars is None:
-            return "structured_output", "this engine has no grammar support; send the request without a constraint"
-        return None
-
     def _hold_ended(self, transfer_id: int, now: float) -> None:
         request = self._attempts.by_transfer(transfer_id)
         if request is None:
@@ -289,6 +272,8 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         announcements = self._exporter.step(plan)
+        generates = [entry.request.is_decoding for entry in plan.scheduled]
+        began = self._clock()
         try:
             result = self._executor.run(plan, announcements.layer_groups, announcements.on_layers)
         except Exception as error:  # noqa: BLE001 - the device and its processes may fail in any way; others go on
@@ -299,7 +284,17 @@ class Engine:
                 self._fail(attempt_id, FailureCode.INTERNAL, message, now)
             self._scheduler.retire(plan, failed=True)
             return
-        self._postprocessor.apply(plan, result, self._clock())
+        now = self._clock()
+        if all(generates):
+            self._learn(plan, result, now - began)
+        self._postprocessor.apply(plan, result, now)
+
+    def _learn(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if self._speculation is None:
+            return
+        num_drafts = sum(entry.num_drafts for entry in plan.scheduled)
+        num_accepted = sum(len(sampled.token_ids) for sampled in result.sampled) - len(plan.scheduled)
+        self._speculation.end_step(len(plan.scheduled), num_drafts, num_accepted, seconds)
 
     def _snapshot(self) -> EngineLoad:
         scheduler = self._scheduler

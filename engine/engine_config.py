@@ -14,6 +14,7 @@ class EngineConfig:
     """
 
     max_model_len: int
+    vocab_size: int
     revision: str
     eos_token_ids: frozenset[int] = frozenset()
     block_size: int = 16
@@ -29,6 +30,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         limits = {
             "max_model_len": self.max_model_len,
+            "vocab_size": self.vocab_size,
             "block_size": self.block_size,
             "max_num_seqs": self.max_num_seqs,
             "prefill_chunk": self.prefill_chunk,

@@ -7,7 +7,7 @@ Life of a matcher, one per (attempt, choice):
    then GrammarReady or GrammarFailed is posted.
 2. ``rows`` looks ahead over drafts and rolls back; ``accept`` alone advances. Engine thread, no waiting.
 3. ``fork`` copies a matcher for another choice.
-4. ``ended`` says that the output is complete.
+4. ``completes`` says that the output is complete with one more token.
 5. ``release`` forgets the matcher; a compilation under way then posts nothing.
 6. ``close`` ends the threads.
 
@@ -123,10 +123,13 @@ class LLGuidanceGrammars:
         """See ``ports.Grammars``."""
         _advance(self._matcher(request), token_ids)
 
-    def ended(self, request: Request) -> bool:
+    def completes(self, request: Request, token_id: int) -> bool:
         """See ``ports.Grammars``."""
         matcher = self._matcher(request)
-        return bool(matcher.is_stopped() and not matcher.is_error())
+        _advance(matcher, [token_id])
+        stopped = bool(matcher.is_stopped())
+        matcher.rollback(1)
+        return stopped
 
     def release(self, request: Request) -> None:
         """See ``ports.Grammars``."""

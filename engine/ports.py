@@ -144,6 +144,16 @@ class Proposer(Protocol):
         """
 
 
+class Speculation(Proposer, Protocol):
+    """A proposer that learns whether its drafts pay: ``begin_step``, proposals, ``end_step``."""
+
+    def begin_step(self, batch_size: int) -> None:
+        """Decides whether the coming step drafts; ``batch_size`` counts the requests that generate."""
+
+    def end_step(self, batch_size: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """What a step did that computed no prompt tokens: drafts verified and accepted, and its duration."""
+
+
 class GrammarError(Exception):
     """A constraint that can go no further, such as one that met a resource limit. Only its request fails."""
 
@@ -152,7 +162,7 @@ class Grammars(Protocol):
     """Structured output: compiled constraints and one matcher per (attempt, choice).
 
     Life of a matcher: ``compile`` -> GrammarReady -> ``rows`` / ``accept`` each step -> ``release``. A matcher never
-    advances except in ``accept``; drafts are looked ahead inside ``rows``. After ``accept`` ask ``ended``.
+    advances except in ``accept``; drafts are looked ahead inside ``rows``. Before ``accept`` ask ``completes``.
     """
 
     def compile(self, request: Request, post: Callable[[Command], None]) -> None:
@@ -174,14 +184,20 @@ class Grammars(Protocol):
         """
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Advances over appended tokens. Not called with a token that ended the request.
+        """Advances over appended tokens. Not called with a token that ends the request.
 
         Raises:
             GrammarError: the constraint refuses a token.
         """
 
-    def ended(self, request: Request) -> bool:
-        """Whether the output satisfies the constraint and nothing can follow: the request finishes with STOP."""
+    def completes(self, request: Request, token_id: int) -> bool:
+        """Whether the output satisfies the constraint with ``token_id``, and nothing can follow. Does not advance.
+
+        The request then finishes with STOP.
+
+        Raises:
+            GrammarError: the constraint refuses the token.
+        """
 
     def release(self, request: Request) -> None:
         """Forgets the matcher (or the compilation under way) of one choice. Idempotent."""

@@ -2,7 +2,8 @@
 
 Per scheduled request, in this order: count (drafts that were rejected are taken back) -> append token by token with a
 stop check after each (accepted drafts after the end are dropped) -> offer full blocks to the prefix cache -> end,
-hold, or go on. Each choice ends exactly once. A partial prompt chunk says nothing.
+hold, or go on. Each choice ends exactly once. A partial prompt chunk says nothing. A constraint ends its choice with
+the token that completes it, without an end token; one that refuses a token fails its attempt alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from twinpool.engine.attempts import Attempts
 from twinpool.engine.commands import FirstToken
 from twinpool.engine.outputs import OutputCollector
 from twinpool.engine.plan import Sampled, ScheduledRequest, StepPlan, StepResult
-from twinpool.engine.ports import Grammars, KVExports, RolePolicy
-from twinpool.engine.request import Request, RequestState, TokenLogprob
+from twinpool.engine.ports import GrammarError, Grammars, KVExports, RolePolicy
+from twinpool.engine.request import FailureCode, FinishReason, Request, RequestState, TokenLogprob
 from twinpool.engine.scheduler import Scheduler
 from twinpool.engine.stopping import Ending, StopRules
 
@@ -64,8 +65,16 @@ class Postprocessor:
         """
         for entry, sampled in zip(plan.scheduled, result.sampled, strict=True):
             if entry.request.state is RequestState.RUNNING:
-                self._apply(entry, sampled, now)
+                try:
+                    self._apply(entry, sampled, now)
+                except GrammarError as error:
+                    self.refuse(entry.request, str(error), now)
         self._scheduler.retire(plan)
+
+    def refuse(self, request: Request, message: str, now: float) -> None:
+        """The attempt's constraint can go no further."""
+        self._outputs.fail(request, FailureCode.INVALID, message, "structured_output")
+        self._attempts.abort(request.attempt_id, message, now)
 
     def start(self, request: Request, first_tokens: Sequence[FirstToken], now: float) -> None:
         """A request whose prompt is loaded goes on from the tokens that prefill sampled; its stop checks stand.
@@ -84,7 +93,10 @@ class Postprocessor:
             firsts.append(_First(choice, first.token_id, ending, first.logprob))
         request.first_token_at = now
         self._say(request, firsts)
-        self._go_on(request, firsts, now)
+        try:
+            self._go_on(request, firsts, now)
+        except GrammarError as error:
+            self.refuse(request, str(error), now)
 
     def _apply(self, entry: ScheduledRequest, sampled: Sampled, now: float) -> None:
         request = entry.request
@@ -108,7 +120,7 @@ class Postprocessor:
         num_outputs, num_tokens = len(request.output_ids) + 1, request.num_tokens + 1
         firsts: list[_First] = []
         for offset, token_id in enumerate(sampled.token_ids):
-            ending = self._rules.check(request.stop, token_id, num_outputs, num_tokens)
+            ending = self._ending(request, token_id, num_outputs, num_tokens)
             logprob = sampled.logprobs[offset] if sampled.logprobs else None
             firsts.append(_First(request.choice + offset, token_id, ending, logprob))
         request.first_token_at = now
@@ -147,19 +159,28 @@ class Postprocessor:
         ending: Ending | None = None
         for token_id in sampled.token_ids:
             request.output_ids.append(token_id)
-            ending = self._rules.check(request.stop, token_id, len(request.output_ids), request.num_tokens)
+            ending = self._ending(request, token_id, len(request.output_ids), request.num_tokens)
             if ending is not None:
                 break
+            self._accept(request, token_id)
         token_ids = request.output_ids[index:]
         self._outputs.tokens(request, request.choice, index, token_ids, sampled.logprobs[: len(token_ids)], ending)
         self._scheduler.tables.commit(request)
         if ending is not None:
             self._attempts.finish(request, now)
-        elif self._grammars is not None and request.constraint is not None:
-            self._grammars.accept(request, token_ids)
 
     def _append_first(self, request: Request, token_id: int) -> None:
         request.output_ids.append(token_id)
+        self._accept(request, token_id)
+
+    def _ending(self, request: Request, token_id: int, num_outputs: int, num_tokens: int) -> Ending | None:
+        """Whether ``token_id`` ends the choice, by a stop rule or by completing its constraint; counts include it."""
+        ending = self._rules.check(request.stop, token_id, num_outputs, num_tokens)
+        if ending is not None or self._grammars is None or request.constraint is None:
+            return ending
+        return Ending(FinishReason.STOP) if self._grammars.completes(request, token_id) else None
+
+    def _accept(self, request: Request, token_id: int) -> None:
         if self._grammars is not None and request.constraint is not None:
             self._grammars.accept(request, [token_id])
 

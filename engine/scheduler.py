@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+
+import torch
 
 from twinpool.engine.block_tables import BlockTables
 from twinpool.engine.engine_config import EngineConfig
 from twinpool.engine.exporter import Exporter
 from twinpool.engine.plan import ScheduledRequest, StepPlan
-from twinpool.engine.ports import Grammars, KVImports, Proposer, RolePolicy
+from twinpool.engine.ports import GrammarError, Grammars, KVImports, RolePolicy, Speculation
 from twinpool.engine.request import Request, RequestState
+from twinpool.engine.step_budget import StepBudget
 from twinpool.engine.waiting_queue import WaitingQueue, rank
 
 
@@ -34,22 +36,6 @@ class Blocker(enum.Enum):
 
     REMOTE_KV = "remote KV"
     GRAMMAR = "grammar"
-
-
-@dataclass(slots=True)
-class _Budget:
-    """What is left of a step: tokens in all, prompt tokens, draft tokens."""
-
-    tokens: int
-    prompt: int
-    drafts: int
-
-    def spend(self, entry: ScheduledRequest, decoding: bool, sign: int = 1) -> None:
-        self.tokens -= sign * entry.num_tokens
-        if decoding:
-            self.drafts -= sign * entry.num_drafts
-        else:
-            self.prompt -= sign * entry.num_tokens
 
 
 class Scheduler:
@@ -63,7 +49,7 @@ class Scheduler:
         policy: RolePolicy,
         exporter: Exporter,
         imports: KVImports,
-        proposer: Proposer | None = None,
+        speculation: Speculation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.tables = tables
@@ -74,12 +60,14 @@ class Scheduler:
         self.held: dict[int, Request] = {}
         self.preempted_last = False
         self.num_preemptions = 0
+        self.faults: list[tuple[Request, str]] = []
+        """Requests whose grammar failed in ``schedule``, and why: left out of the plan, for the engine to end."""
         self._config = config
         self._max_model_len = max_model_len
         self._policy = policy
         self._exporter = exporter
         self._imports = imports
-        self._proposer = proposer
+        self._speculation = speculation
         self._grammars = grammars
         self._sequence = 0
         self._launched = 0
@@ -118,9 +106,12 @@ class Scheduler:
         prompts = [request for request in self.running if not request.is_decoding]
         total = self._config.max_num_batched_tokens
         prompt = min(total, self._policy.prompt_budget(len(decoding), total))
-        budget = _Budget(tokens=total, prompt=prompt, drafts=total - len(decoding))
+        budget = StepBudget(tokens=total, prompt=prompt, drafts=total - len(decoding))
         chosen: dict[Request, ScheduledRequest] = {}
         self.preempted_last = False
+        self.faults = []
+        if self._speculation is not None:
+            self._speculation.begin_step(len(decoding))
         for request in [*decoding, *prompts]:
             if request.state is RequestState.RUNNING:
                 self._continue(request, budget, chosen, now)
@@ -240,7 +231,9 @@ class Scheduler:
     def _growth(self, request: Request) -> int:
         return 0 if self._policy.holds(request) else self._width(request)
 
-    def _continue(self, request: Request, budget: _Budget, chosen: dict[Request, ScheduledRequest], now: float) -> None:
+    def _continue(
+        self, request: Request, budget: StepBudget, chosen: dict[Request, ScheduledRequest], now: float
+    ) -> None:
         decoding = request.is_decoding
         num = min(request.num_tokens - request.num_computed_tokens, budget.tokens)
         if not decoding:
@@ -260,22 +253,22 @@ class Scheduler:
         request.draft_ids = drafts
         self._choose(request, num + len(drafts), len(drafts), budget, chosen)
 
-    def _draft(self, request: Request, budget: _Budget) -> list[int]:
+    def _draft(self, request: Request, budget: StepBudget) -> list[int]:
         """Drafts that fit tokens, limits and, without preempting or starving anyone, blocks."""
         room = min(
             budget.drafts,
             request.stop.max_tokens - len(request.output_ids) - 1,
             self._max_model_len - request.num_tokens - 1,
         )
-        if self._proposer is None or room <= 0:
+        if self._speculation is None or room <= 0:
             return []
-        drafts = self._proposer.propose(request)[:room]
+        drafts = self._speculation.propose(request)[:room]
         if self.tables.can_allocate(request, request.num_tokens + len(drafts), headroom=len(self.running)):
             self.tables.grow(request, request.num_tokens + len(drafts))
             return drafts
         return drafts[: len(request.block_ids) * self.tables.block_size - request.num_tokens]
 
-    def _admit(self, budget: _Budget, chosen: dict[Request, ScheduledRequest], now: float) -> None:
+    def _admit(self, budget: StepBudget, chosen: dict[Request, ScheduledRequest], now: float) -> None:
         occupied = [*self.running, *self.loading.values()]
         seats = sum(self._width(request) for request in occupied)
         growth = sum(self._growth(request) for request in occupied)
@@ -290,7 +283,7 @@ class Scheduler:
             growth += self._growth(request)
 
     def _start(
-        self, request: Request, headroom: int, budget: _Budget, chosen: dict[Request, ScheduledRequest], now: float
+        self, request: Request, headroom: int, budget: StepBudget, chosen: dict[Request, ScheduledRequest], now: float
     ) -> bool:
         """Admits the head if its blocks and at least one token fit."""
         block_size = self.tables.block_size
@@ -329,7 +322,7 @@ class Scheduler:
         request: Request,
         num_tokens: int,
         num_drafts: int,
-        budget: _Budget,
+        budget: StepBudget,
         chosen: dict[Request, ScheduledRequest],
     ) -> None:
         samples = request.num_computed_tokens + num_tokens - num_drafts == request.num_tokens
@@ -366,15 +359,29 @@ class Scheduler:
             if copy not in alive:
                 pool.free(copy)
         self._copies = alive
+        allowed = self._masks(chosen)
         if not chosen:
             return StepPlan(self._launched, ())
         self._launched += 1
         self._copies = []
         self._copying[self._launched] = alive
         plan = StepPlan(self._launched, list(chosen.values()), alive)
-        for index, entry in enumerate(plan.scheduled):
-            request = entry.request
+        for index, request in enumerate(chosen):
             request.last_step = self._launched
-            if self._grammars is not None and entry.samples and request.constraint is not None:
-                plan.allowed[index] = self._grammars.rows(request, request.draft_ids)
+            if request in allowed:
+                plan.allowed[index] = allowed[request]
         return plan
+
+    def _masks(self, chosen: dict[Request, ScheduledRequest]) -> dict[Request, torch.Tensor]:
+        """Bitmasks of those that sample under a constraint; those whose constraint fails leave ``chosen``."""
+        allowed: dict[Request, torch.Tensor] = {}
+        if self._grammars is None:
+            return allowed
+        for request, entry in list(chosen.items()):
+            if entry.samples and request.constraint is not None:
+                try:
+                    allowed[request] = self._grammars.rows(request, request.draft_ids)
+                except GrammarError as error:
+                    del chosen[request]
+                    self.faults.append((request, str(error)))
+        return allowed

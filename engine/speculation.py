@@ -11,7 +11,8 @@ after ``probe_interval`` plain ones, and a plain step is timed after as many wit
 the same observations give the same decisions.
 
 A step: ``begin_step`` decides, ``propose`` gives drafts or none, ``end_step`` learns. A draft model or EAGLE joins as
-another ``ports.Proposer``; nothing here depends on where drafts come from.
+another ``ports.Proposer``; nothing here depends on where drafts come from. Decisions never change the output: drafts
+are verified by the sampler.
 """
 
 from __future__ import annotations
@@ -117,8 +118,25 @@ def _gain(bucket: _Bucket) -> float | None:
     return bucket.tokens.value * bucket.plain_s.value / bucket.draft_s.value
 
 
+class SteadyProposer:
+    """Implements ``ports.Speculation``: another proposer's drafts in every step, whether or not they pay."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def begin_step(self, batch_size: int) -> None:
+        """Nothing to decide."""
+
+    def end_step(self, batch_size: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Nothing to learn."""
+
+    def propose(self, request: Request) -> list[int]:
+        """See ``ports.Proposer``."""
+        return self._proposer.propose(request)
+
+
 class AdaptiveProposer:
-    """Implements ``ports.Proposer``: another proposer's drafts while they pay, none otherwise."""
+    """Implements ``ports.Speculation``: another proposer's drafts while they pay, none otherwise."""
 
     def __init__(self, proposer: Proposer, controller: SpeculationController) -> None:
         self._proposer = proposer

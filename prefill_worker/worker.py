@@ -89,7 +89,7 @@ class PrefillWorker:
             exports=ExportsPort(self._holds),
             imports=NoImports(),
         )
-        self.host = Host(self.engine, self.transfer, parts.connector)
+        self.host = Host(self.engine, parts.grammars, self.transfer, parts.connector)
         self.kv_service = KvService(
             parts.identity, self._holds, self._outboxes, parts.connector, self.transfer, config.session
         )

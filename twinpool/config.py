@@ -43,6 +43,18 @@ class EngineSection(Section):
     prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
     local_prefill_budget: int = Field(256, gt=0, description="prompt tokens per step beside decoding requests")
     threads: int = Field(1, ge=0, description="CPU threads for computation; 0 leaves torch's default")
+    speculation: Literal["off", "ngram"] = Field(
+        "ngram", description="ngram verifies drafts found in the context, while that is measured to pay (decode)"
+    )
+    num_drafts: int = Field(4, gt=0, description="most drafts of one request per step")
+    ngram_min: int = Field(2, gt=0, description="shortest repetition, in tokens, that gives drafts")
+    ngram_max: int = Field(4, gt=0, description="longest repetition, in tokens, that is looked for")
+
+    @model_validator(mode="after")
+    def _ngram_lengths(self) -> Self:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min ({self.ngram_min}) must not exceed ngram_max ({self.ngram_max})")
+        return self
 
 
 class PoolSection(Section):

@@ -7,7 +7,8 @@ Life cycle of the process:
 2. SIGTERM or SIGINT drains: health turns NOT_SERVING, new attempts are refused, running ones get ``drain_timeout_s``.
    What is left then is handed over: its attempts fail with DRAINING and the router continues them elsewhere.
    Promised KV is served until it is released. A second signal skips the waiting.
-3. Servers stop (routers see their sessions end), then the engine, then the transfer thread, then the connector.
+3. Servers stop (routers see their sessions end), then the engine, the grammar threads, the transfer thread, and the
+   connector.
 
 A thread that dies of an unexpected error ends the process with exit code 1: a supervisor restarts it, and sessions
 tell everybody else.
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from twinpool.engine.core import Engine
+from twinpool.engine.grammar import LLGuidanceGrammars
 from twinpool.kv_transfer.connectors.base import Connector
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.rpc import RpcServer
@@ -51,8 +53,11 @@ class Drainable(Protocol):
 class Host:
     """Owns the threads and servers of one worker process; see the module's life cycle."""
 
-    def __init__(self, engine: Engine, transfer: TransferThread, connector: Connector) -> None:
+    def __init__(
+        self, engine: Engine, grammars: LLGuidanceGrammars, transfer: TransferThread, connector: Connector
+    ) -> None:
         self._engine = engine
+        self._grammars = grammars
         self._transfer = transfer
         self._connector = connector
         self._loop = asyncio.get_running_loop()
@@ -122,5 +127,6 @@ class Host:
     def _join(self) -> None:
         self._engine.stop()
         self._engine_thread.join(30)
+        self._grammars.close()
         self._transfer.stop()
         self._connector.close()

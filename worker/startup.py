@@ -26,8 +26,11 @@ from twinpool.config import Config, EngineSection, PoolSection
 from twinpool.engine.core import Engine, EngineConfig
 from twinpool.engine.errors import DoesNotFit, UnsupportedModel
 from twinpool.engine.executor import InlineExecutor, build_inline_executor
-from twinpool.engine.ports import KVExports, KVImports, OutputSink, RolePolicy
+from twinpool.engine.grammar import LLGuidanceGrammars
+from twinpool.engine.ngram import NgramProposer
+from twinpool.engine.ports import KVExports, KVImports, OutputSink, RolePolicy, Speculation
 from twinpool.engine.sampler import Sampler
+from twinpool.engine.speculation import AdaptiveProposer, SpeculationController
 from twinpool.errors import ConfigError
 from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, ReadState
 from twinpool.kv_transfer.connectors.choose import make_connector
@@ -60,6 +63,7 @@ class Parts:
     rank_layout: RankLayout
     connector: Connector
     executor: InlineExecutor
+    grammars: LLGuidanceGrammars
     identity: KVIdentity
 
     def info(self, max_model_len: int, kv_address: str) -> worker_pb2.WorkerInfo:
@@ -157,6 +161,7 @@ def load_parts(
         rank_layout=built.rank_layout,
         connector=connector,
         executor=built.executor,
+        grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", built.vocab_size, built.eos_ids),
         identity=KVIdentity(worker_id, epoch, built.revision, built.layout, connector.name, (region,)),
     )
 
@@ -205,6 +210,7 @@ def make_engine(
     """The engine of a worker; the owner runs it on its own thread."""
     config = EngineConfig(
         max_model_len=parts.max_model_len,
+        vocab_size=parts.vocab_size,
         revision=parts.revision,
         eos_token_ids=parts.eos_ids,
         block_size=section.block_size,
@@ -213,7 +219,16 @@ def make_engine(
         prefill_chunk=section.prefill_chunk,
         prefix_caching=section.prefix_caching,
     )
-    return Engine(config, parts.executor, policy, sink, exports, imports, time.monotonic)
+    speculation = make_speculation(section)
+    return Engine(config, parts.executor, policy, sink, exports, imports, time.monotonic, speculation, parts.grammars)
+
+
+def make_speculation(section: EngineSection) -> Speculation | None:
+    """Drafts as configured, while they pay; None without speculation."""
+    if section.speculation == "off":
+        return None
+    proposer = NgramProposer(section.ngram_min, section.ngram_max, section.num_drafts)
+    return AdaptiveProposer(proposer, SpeculationController())
 
 
 def loading_log() -> Callable[[int, int], None]:

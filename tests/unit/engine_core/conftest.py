@@ -225,10 +225,13 @@ class Harness:
     sample = staticmethod(sample)
     mix = staticmethod(mix)
 
-    def __init__(self, role="decode", num_blocks=64, block_size=4, proposer=None, grammars=None, local=256, **limits):
+    def __init__(
+        self, role="decode", num_blocks=64, block_size=4, speculation=None, grammars=None, local=256, **limits
+    ):
         config = EngineConfig(
             **{
                 "max_model_len": 256,
+                "vocab_size": VOCAB + 3,
                 "revision": "r",
                 "eos_token_ids": frozenset({EOS}),
                 "block_size": block_size,
@@ -246,7 +249,15 @@ class Harness:
         self.now = 100.0
         policy = PrefillPolicy() if role == "prefill" else DecodePolicy(local)
         self.engine = Engine(
-            config, self.executor, policy, self.sink, self.exports, self.imports, lambda: self.now, proposer, grammars
+            config,
+            self.executor,
+            policy,
+            self.sink,
+            self.exports,
+            self.imports,
+            lambda: self.now,
+            speculation,
+            grammars,
         )
         self.usable = num_blocks - 1
 

@@ -22,6 +22,7 @@ from twinpool.engine.commands import (
     ResetPrefixCache,
 )
 from twinpool.engine.request import FailureCode
+from twinpool.engine.speculation import SteadyProposer
 
 
 class Drafter:
@@ -49,8 +50,8 @@ class Walk:
         tokens = rng.choice([48, 120, 400])
         blocks = tokens // limits["block_size"] + 1
         self.prefill = harness("prefill", num_blocks=blocks, layer_groups=rng.choice([1, 4]), **limits)
-        drafter = Drafter(harness.reference, rng) if rng.random() < 0.5 else None
-        self.decode = harness("decode", num_blocks=blocks, proposer=drafter, local=rng.choice([2, 16]), **limits)
+        drafter = SteadyProposer(Drafter(harness.reference, rng)) if rng.random() < 0.5 else None
+        self.decode = harness("decode", num_blocks=blocks, speculation=drafter, local=rng.choice([2, 16]), **limits)
         self.families = [[rng.randrange(900) for _ in range(60)] for _ in range(3)]
         self.asked = {}
         self.cancelled = set()

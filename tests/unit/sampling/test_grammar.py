@@ -95,9 +95,9 @@ def test_end_is_allowed_only_where_the_output_is_complete(grammars: LLGuidanceGr
     a, b, c, d = (tokenizer.token_to_id(x) for x in "abcd")
     for token, complete, ended in [(a, False, False), (b, True, False), (c, True, False), (d, True, True)]:
         assert token in allowed(grammars.rows(request, []))[0]
+        assert grammars.completes(request, token) == ended
         grammars.accept(request, [token])
         assert (EOS in allowed(grammars.rows(request, []))[0]) == complete
-        assert grammars.ended(request) == ended
     assert allowed(grammars.rows(request, [])) == [{EOS}]
 
 
@@ -127,7 +127,14 @@ def test_drafts_are_looked_ahead_and_rolled_back(grammars: LLGuidanceGrammars, t
     assert allowed(grammars.rows(request, [b, b, EOS, a]))[2:] == [{EOS}, everything, everything]
     assert allowed(grammars.rows(request, [b, b, a]))[2:] == [{EOS}, everything]
     assert torch.equal(grammars.rows(request, []), plain)
-    assert not grammars.ended(request)
+    with pytest.raises(GrammarError, match="does not follow"):
+        grammars.completes(request, EOS)
+    assert not grammars.completes(request, b)
+    assert torch.equal(grammars.rows(request, []), plain)
+    grammars.accept(request, [b])
+    plain = grammars.rows(request, [])
+    assert grammars.completes(request, b)
+    assert torch.equal(grammars.rows(request, []), plain)
 
 
 def test_prior_output_advances_the_matcher(grammars: LLGuidanceGrammars, tokenizer: Tokenizer) -> None:
@@ -201,7 +208,8 @@ def test_a_resource_limit_fails_one_request(tokenizer_json: Path, tokenizer: Tok
         for _ in range(200):
             grammars.rows(request, [])
             grammars.accept(request, [tokenizer.token_to_id(rng.choice("ab"))])
-    assert not grammars.ended(request)
+    with pytest.raises(GrammarError):
+        grammars.completes(request, tokenizer.token_to_id("a"))
     other = constrained("regex", "ok")
     other.attempt_id = 8
     ready(grammars, other)
@@ -247,14 +255,10 @@ def generate(grammars: LLGuidanceGrammars, tokenizer: Tokenizer, request: Reques
         [sampled] = sampler.sample(torch.stack(noise), [schedule(request)], [mask])
         for token in sampled.token_ids:
             request.output_ids.append(token)
-            if token == EOS:
-                break
+            if token == EOS or grammars.completes(request, token):
+                grammars.release(request)
+                return str(tokenizer.decode(request.output_ids, skip_special_tokens=True))
             grammars.accept(request, [token])
-            if grammars.ended(request):
-                break
-        if request.output_ids[-1] == EOS or grammars.ended(request):
-            grammars.release(request)
-            return str(tokenizer.decode(request.output_ids, skip_special_tokens=True))
         assert len(request.output_ids) < 600
 
 
