@@ -6,7 +6,7 @@ A layer loads its own parameters (``load``) and hands them to the kernels, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +20,25 @@ from twinpool.engine.rope import RopeParameters
 from twinpool.kernels.interface import Attention as AttentionOperator
 from twinpool.kernels.interface import Kernels, Linear
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""``[T, 2 · I] -> [T, I]``, gate first."""
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's positions, two of [T, head_dim / 2]."""
+
 
 @dataclass(slots=True)
 class Step:
-    """State of one forward pass. ``hidden`` is what the last layer returned, ``residual`` the stream beside it."""
+    """State of one forward pass. ``hidden`` is what the last layer returned, ``residual`` the stream beside it.
+
+    ``local_rotation`` is for layers with a sliding window: ``rotation``, unless they have frequencies of their own.
+    """
 
     batch: FlatBatch
     kv: torch.Tensor
     attend: AttentionOperator
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotation: Rotation
+    local_rotation: Rotation
     hidden: torch.Tensor
     residual: torch.Tensor | None = None
 
@@ -95,9 +104,10 @@ class RMSNorm:
         self._kernels = kernels
 
     @classmethod
-    def load(cls, weights: Weights, size: int, eps: float, kernels: Kernels) -> RMSNorm:
-        """Loads ``weight`` [size]."""
-        return cls(weights.take("weight", (size,)), eps, kernels)
+    def load(cls, weights: Weights, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> RMSNorm:
+        """Loads ``weight`` [size]. With ``unit_offset`` (Gemma) 1 + ``weight`` is applied, both in float32."""
+        weight = weights.take("weight", (size,))
+        return cls(weight.float() + 1.0 if unit_offset else weight, eps, kernels)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises the last dimension."""
@@ -118,8 +128,8 @@ class Rotary:
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T] -> two of [T, head_dim / 2]``."""
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Takes [T]."""
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
@@ -140,6 +150,7 @@ class Attention:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        scale: float,
         window: int | None,
         layer: int,
         kernels: Kernels,
@@ -151,7 +162,7 @@ class Attention:
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._scale = head_dim**-0.5
+        self._scale = scale
         self._window = window
         self._layer = layer
         self._kernels = kernels
@@ -168,6 +179,7 @@ class Attention:
         qkv_bias: bool,
         output_bias: bool,
         head_norms: bool = False,
+        unit_offset: bool = False,
     ) -> Attention:
         """Loads q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) of model layer ``layer``: this rank's heads."""
         dim = config.head_dim
@@ -175,6 +187,12 @@ class Attention:
         kv_heads = parallel.kv_heads(config.num_kv_heads)
         queries = (heads[0] * dim, heads[1] * dim)
         keys = (kv_heads[0] * dim, kv_heads[1] * dim)
+
+        def head_norm(name: str) -> RMSNorm | None:
+            if not head_norms:
+                return None
+            return RMSNorm.load(weights.at(name), dim, config.rms_norm_eps, kernels, unit_offset=unit_offset)
+
         columns = (
             Columns("q_proj", config.num_heads * dim, *queries),
             Columns("k_proj", config.num_kv_heads * dim, *keys),
@@ -190,11 +208,12 @@ class Attention:
                 parallel=parallel,
                 kernels=kernels,
             ),
-            query_norm=RMSNorm.load(weights.at("q_norm"), dim, config.rms_norm_eps, kernels) if head_norms else None,
-            key_norm=RMSNorm.load(weights.at("k_norm"), dim, config.rms_norm_eps, kernels) if head_norms else None,
+            query_norm=head_norm("q_norm"),
+            key_norm=head_norm("k_norm"),
             num_heads=heads[1] - heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
             head_dim=dim,
+            scale=config.attention_scale,
             window=config.windows[layer],
             layer=layer - parallel.layers(config.num_layers)[0],
             kernels=kernels,
@@ -208,7 +227,8 @@ class Attention:
         if self._query_norm is not None and self._key_norm is not None:
             parts = self._query_norm(query_key[:, :heads]), self._key_norm(query_key[:, heads:])
             query_key = torch.cat(parts, dim=1)
-        query_key = self._kernels.rotary(query_key, step.cos, step.sin)
+        cos, sin = step.rotation if self._window is None else step.local_rotation
+        query_key = self._kernels.rotary(query_key, cos, sin)
         query, key = query_key[:, :heads], query_key[:, heads:]
         self._kernels.write_kv(key, value, step.kv, self._layer, step.batch.attention.slot_mapping)
         attended = step.attend(
@@ -218,18 +238,25 @@ class Attention:
 
 
 class GatedMLP:
-    """``down(silu(gate(x)) * up(x))``, gate and up fused."""
+    """``down(act(gate(x)) * up(x))``, gate and up fused."""
 
-    def __init__(self, gate_up: Linear, down: RowParallel, kernels: Kernels) -> None:
+    def __init__(self, gate_up: Linear, down: RowParallel, activation: Activation) -> None:
         self._gate_up = gate_up
         self._down = down
-        self._kernels = kernels
+        self._activation = activation
 
     @classmethod
     def load(
-        cls, weights: Weights, config: ModelConfig, parallel: ParallelContext, kernels: Kernels, *, bias: bool
+        cls,
+        weights: Weights,
+        config: ModelConfig,
+        parallel: ParallelContext,
+        kernels: Kernels,
+        *,
+        bias: bool,
+        activation: Activation | None = None,
     ) -> GatedMLP:
-        """Loads gate_proj, up_proj and down_proj: this rank's inner features."""
+        """Loads gate_proj, up_proj and down_proj: this rank's inner features. ``activation`` is silu by default."""
         inner, hidden = config.intermediate_size, config.hidden_size
         part = parallel.shard(inner, "intermediate size")
         columns = (Columns("gate_proj", inner, *part), Columns("up_proj", inner, *part))
@@ -238,35 +265,39 @@ class GatedMLP:
             RowParallel.load(
                 weights.at("down_proj"), (hidden, inner), part, bias=bias, parallel=parallel, kernels=kernels
             ),
-            kernels,
+            activation or kernels.silu_mul,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``."""
-        return self._down(self._kernels.silu_mul(self._gate_up(x)))
+        return self._down(self._activation(self._gate_up(x)))
 
 
 class Embedding:
     """Token embeddings; every rank holds all of them."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, scale: float) -> None:
         self.weight = weight
+        # Gemma was trained with the factor rounded to the dtype of the weights: 55.5 for the root of 3072 in bfloat16.
+        self._scale = torch.tensor(scale, dtype=weight.dtype).item()
 
     @classmethod
-    def load(cls, weights: Weights, vocab_size: int, hidden_size: int) -> Embedding:
-        """Loads ``weight`` [vocab, hidden]."""
-        return cls(weights.take("weight", (vocab_size, hidden_size)))
+    def load(cls, weights: Weights, vocab_size: int, hidden_size: int, scale: float = 1.0) -> Embedding:
+        """Loads ``weight`` [vocab, hidden]; what it returns is multiplied by ``scale``."""
+        return cls(weights.take("weight", (vocab_size, hidden_size)), scale)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[T] -> [T, hidden]``, a new tensor."""
-        return F.embedding(input_ids, self.weight)
+        hidden = F.embedding(input_ids, self.weight)
+        return hidden if self._scale == 1.0 else hidden * self._scale
 
 
 class Head:
-    """Logits: vocabulary columns split over ranks, gathered on all."""
+    """Logits: vocabulary columns split over ranks, gathered on all; a soft cap c makes x into c · tanh(x / c)."""
 
-    def __init__(self, linear: Linear, parallel: ParallelContext) -> None:
+    def __init__(self, linear: Linear, soft_cap: float | None, parallel: ParallelContext) -> None:
         self._linear = linear
+        self._soft_cap = soft_cap
         self._collective = parallel.collective
 
     @classmethod
@@ -276,10 +307,13 @@ class Head:
         """Loads lm_head, or shares the embeddings when they are tied (a checkpoint that stores both keeps both)."""
         start, end = parallel.shard(config.vocab_size, "vocabulary")
         if config.tie_word_embeddings and not weights.has("lm_head.weight"):
-            return cls(kernels.linear(embedding.weight[start:end], None), parallel)
-        columns = (Columns("lm_head", config.vocab_size, start, end),)
-        return cls(column_parallel(weights, columns, config.hidden_size, bias=False, kernels=kernels), parallel)
+            linear = kernels.linear(embedding.weight[start:end], None)
+        else:
+            columns = (Columns("lm_head", config.vocab_size, start, end),)
+            linear = column_parallel(weights, columns, config.hidden_size, bias=False, kernels=kernels)
+        return cls(linear, config.logit_soft_cap, parallel)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden] -> [rows, vocab]`` in float32."""
-        return self._collective.all_gather(self._linear(hidden)).float()
+        logits = self._collective.all_gather(self._linear(hidden)).float()
+        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap

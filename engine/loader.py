@@ -33,11 +33,27 @@ ModelT = TypeVar("ModelT")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Indices ``[start, end)`` along ``dim`` of a stored tensor."""
+    """Indices ``[start, end)`` along ``dim`` of a stored tensor.
+
+    With ``parts``, ``dim`` is that many equal parts one after the other, as in fused matrices, and the range is taken
+    of each.
+    """
 
     dim: int
     start: int
     end: int
+    parts: int = 1
+
+    @property
+    def size(self) -> int:
+        """Length of ``dim`` in the shard."""
+        return self.parts * (self.end - self.start)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The shard of a whole tensor; a view if that is possible."""
+        shape = tensor.shape
+        parts = tensor.view(*shape[: self.dim], self.parts, -1, *shape[self.dim + 1 :])
+        return parts.narrow(self.dim + 1, self.start, self.end - self.start).flatten(self.dim, self.dim + 1)
 
 
 class WeightSource(Protocol):
@@ -130,7 +146,7 @@ class _Check:
         entry = self._checkpoint.entries.get(name)
         sizes = list(shape)
         if shard is not None:
-            sizes[shard.dim] = shard.end - shard.start
+            sizes[shard.dim] = shard.size
         tensor = torch.empty(sizes, dtype=self._dtype, device="meta")
         if entry is None:
             self._missing.append(name)
@@ -189,7 +205,7 @@ class _Reader:
 
     def take(self, name: str, shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
         stored = self._files[self._checkpoint.entries[name].file].get_tensor(name)
-        part = stored if shard is None else stored.narrow(shard.dim, shard.start, shard.end - shard.start)
+        part = stored if shard is None else shard.of(stored)
         tensor: torch.Tensor = part.to(device=self._device, dtype=self._dtype, copy=True)
         self._done += part.numel() * part.element_size()
         if self._progress is not None:

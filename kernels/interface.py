@@ -1,6 +1,7 @@
 """What a model asks of its operators. ``ReferenceKernels`` is the specification; other implementations must match it.
 
 Shapes use T = tokens of the step, R = requests of the step, H = query heads, G = KV heads, D = head size.
+E = experts of a layer, K = experts that a token is sent to, I = inner features of one.
 The KV region of a rank is one contiguous tensor ``[blocks, layers, 2, G, block_size, D]`` (index 2: K, then V).
 """
 
@@ -14,6 +15,13 @@ import torch
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """``[rows, in] -> [rows, out]`` in the dtype of the input."""
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(x [T, hidden], expert ids [T, K], weights [T, K]) -> [T, hidden]``: each token's weighted sum over its experts.
+
+A row depends on the same row of the arguments only. Ids of a token are distinct; its experts are added in the order of
+their ids, so that a result does not depend on the batch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,11 @@ class Kernels(Protocol):
         """Prepares ``x @ weight.T + bias`` for ``weight`` [out, in]; may keep or repack both, changes neither."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root-mean-square norm over the last dimension, statistics in float32 (Zhang and Sennrich, 2019)."""
+        """Root-mean-square norm over the last dimension, statistics in float32 (Zhang and Sennrich, 2019).
+
+        The normalised value is rounded to the dtype of ``weight`` before the product, the product to the dtype of
+        ``x``: a float32 weight beside a lower ``x`` rounds once, at the end.
+        """
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -82,6 +94,21 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` for ``gate_up`` [T, 2 · I], gate first. Returns [T, I]."""
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Like ``silu_mul``, with the tanh approximation of GELU (Hendrycks and Gimpel, 2016)."""
+
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses experts from router ``logits`` [T, E]: ids [T, K] and weights [T, K] in float32.
+
+        Weights are the largest K of the softmax over all experts, in float32; ``normalise`` makes them add up to 1.
+        """
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """Prepares gated MLPs (``silu``) for ``gate_up`` [E, 2 · I, hidden], gate first, and ``down`` [E, hidden, I].
+
+        May keep or repack both, changes neither.
+        """
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slot_mapping: torch.Tensor

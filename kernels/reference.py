@@ -8,12 +8,13 @@ long chunks run alone, and without any gather when nothing precedes them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from twinpool.kernels.interface import Attention, AttentionBatch, Linear
+from twinpool.kernels.interface import Attention, AttentionBatch, Experts, Linear
 from twinpool.kernels.onednn import OneDnnLinear, can_prepack
 
 MAX_GROUPED_QUERIES = 16
@@ -36,7 +37,7 @@ class ReferenceKernels:
         """See ``Kernels.rms_norm``."""
         x32 = x.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return weight * (x32 * scale).to(x.dtype)
+        return (weight * (x32 * scale).to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -55,6 +56,24 @@ class ReferenceKernels:
         """See ``Kernels.silu_mul``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See ``Kernels.gelu_tanh_mul``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernels.route``."""
+        weights, ids = logits.float().softmax(-1).topk(num_chosen, dim=-1)
+        if normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """See ``Kernels.experts``."""
+        return _GroupedExperts(
+            [(self.linear(g, None), self.linear(d, None)) for g, d in zip(gate_up, down, strict=True)], self.silu_mul
+        )
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slot_mapping: torch.Tensor
@@ -80,6 +99,32 @@ class DenseLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, in] -> [rows, out]``."""
         return F.linear(x, self._weight, self._bias)
+
+
+class _GroupedExperts:
+    """Implements ``Experts``: one dense MLP per expert that was chosen, over the rows that chose it."""
+
+    def __init__(
+        self, experts: Sequence[tuple[Linear, Linear]], activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._experts = experts
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See ``Experts``."""
+        # Sorting (row, choice) pairs by expert makes each expert's rows one range; stable keeps rows in order.
+        order = ids.flatten().argsort(stable=True)
+        rows = order // ids.shape[1]
+        weight = weights.flatten()[order, None]
+        output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        end = 0
+        for expert, count in enumerate(ids.flatten().bincount(minlength=len(self._experts)).tolist()):
+            if count:
+                start, end = end, end + count
+                gate_up, down = self._experts[expert]
+                result = down(self._activation(gate_up(x[rows[start:end]])))
+                output.index_add_(0, rows[start:end], result * weight[start:end])
+        return output.to(x.dtype)
 
 
 @dataclass(slots=True)

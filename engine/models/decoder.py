@@ -1,4 +1,4 @@
-"""What all decoder-only families share: embeddings, a stack of pre-norm layers, a final norm, logits.
+"""What all decoder-only families share: embeddings, a stack of layers, a final norm, logits.
 
 A family file says how one layer is made; nothing is inherited.
 """
@@ -6,21 +6,37 @@ A family file says how one layer is made; nothing is inherited.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from twinpool.engine.batch import FlatBatch
-from twinpool.engine.layers import Attention, Embedding, GatedMLP, Head, RMSNorm, Rotary, Step
+from twinpool.engine.layers import Attention, Embedding, Head, RMSNorm, Rotary, Step
 from twinpool.engine.loader import Weights
 from twinpool.engine.model_config import ModelConfig
 from twinpool.engine.parallel import ParallelContext
+from twinpool.engine.rope import RopeParameters
 from twinpool.kernels.interface import Kernels
+
+
+class Layer(Protocol):
+    """One decoder layer."""
+
+    def __call__(self, step: Step) -> None:
+        """Advances ``step.hidden`` and ``step.residual``, and writes the layer's KV."""
+
+
+class MLP(Protocol):
+    """What follows attention: one gated MLP, or several experts."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``."""
 
 
 class PreNormLayer:
     """Attention and MLP, each behind a norm."""
 
-    def __init__(self, input_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
+    def __init__(self, input_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
         self._input_norm = input_norm
         self._attention = attention
         self._mlp_norm = mlp_norm
@@ -40,10 +56,11 @@ class Decoder:
         self,
         *,
         embedding: Embedding,
-        layers: Sequence[PreNormLayer],
+        layers: Sequence[Layer],
         norm: RMSNorm,
         head: Head,
         rotary: Rotary,
+        local_rotary: Rotary | None,
         kernels: Kernels,
     ) -> None:
         self._embedding = embedding
@@ -51,6 +68,7 @@ class Decoder:
         self._norm = norm
         self._head = head
         self._rotary = rotary
+        self._local_rotary = local_rotary
         self._kernels = kernels
 
     @classmethod
@@ -60,18 +78,28 @@ class Decoder:
         config: ModelConfig,
         parallel: ParallelContext,
         kernels: Kernels,
-        make_layer: Callable[[int], PreNormLayer],
+        make_layer: Callable[[int], Layer],
+        *,
+        embedding_scale: float = 1.0,
+        unit_offset: bool = False,
     ) -> Decoder:
         """Loads everything but the layers itself, and this stage's layers through ``make_layer(model layer)``."""
         model = weights.at("model")
-        embedding = Embedding.load(model.at("embed_tokens"), config.vocab_size, config.hidden_size)
+        embedding = Embedding.load(model.at("embed_tokens"), config.vocab_size, config.hidden_size, embedding_scale)
         table = embedding.weight
+
+        def rotary(parameters: RopeParameters) -> Rotary:
+            return Rotary(parameters, config.head_dim, table.device, table.dtype)
+
         return cls(
             embedding=embedding,
             layers=[make_layer(layer) for layer in range(*parallel.layers(config.num_layers))],
-            norm=RMSNorm.load(model.at("norm"), config.hidden_size, config.rms_norm_eps, kernels),
+            norm=RMSNorm.load(
+                model.at("norm"), config.hidden_size, config.rms_norm_eps, kernels, unit_offset=unit_offset
+            ),
             head=Head.load(weights, config, embedding, parallel, kernels),
-            rotary=Rotary(config.rope, config.head_dim, table.device, table.dtype),
+            rotary=rotary(config.rope),
+            local_rotary=None if config.local_rope is None else rotary(config.local_rope),
             kernels=kernels,
         )
 
@@ -82,9 +110,10 @@ class Decoder:
 
     def begin(self, batch: FlatBatch, kv: torch.Tensor) -> Step:
         """Embeds the tokens and prepares what all layers share."""
-        cos, sin = self._rotary(batch.positions)
+        rotation = self._rotary(batch.positions)
+        local = rotation if self._local_rotary is None else self._local_rotary(batch.positions)
         attend = self._kernels.attention(batch.attention, kv)
-        return Step(batch, kv, attend, cos, sin, self._embedding(batch.input_ids))
+        return Step(batch, kv, attend, rotation, local, self._embedding(batch.input_ids))
 
     def run_layers(self, step: Step, start: int, end: int) -> None:
         """Runs layers ``[start, end)``; their KV is written (or launched to be) on return."""

@@ -16,7 +16,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*supported are LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*supported are .*LlamaForCausalLM"),
         ({"architectures": None}, "architectures = None is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
