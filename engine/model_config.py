@@ -6,7 +6,6 @@ A model that needs something this engine lacks is refused here, by name, before 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,7 +121,7 @@ def _attention_scale(fields: Fields, architecture: str, head_dim: int) -> float:
     scalar = fields.number("query_pre_attn_scalar", head_dim) if architecture == "Gemma3ForCausalLM" else head_dim
     if scalar <= 0:
         raise fields.refuse("query_pre_attn_scalar", "should be positive")
-    return 1.0 / math.sqrt(scalar)
+    return float(scalar**-0.5)
 
 
 def _ropes(fields: Fields, architecture: str) -> tuple[RopeParameters, RopeParameters | None]:

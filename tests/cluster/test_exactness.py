@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tiny_models import FAMILIES
 from twinpool import AsyncClient
 from twinpool.config import ModelConfig
 from twinpool.model_source import resolve_model
@@ -99,6 +100,28 @@ async def test_tiny_llama_on_decode_alone(tiny_llama: Path, start_cluster: Any, 
     async with start_cluster(tiny_llama, prefill=0, settings=settings) as cluster, cluster.client() as client:
         check(await answers(client, prompts, NEW_TOKENS, at_once=1), expected, remote=False)
         check(await answers(client, prompts, NEW_TOKENS, at_once=16), expected, remote=False)
+        await cluster.all_free()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in ("gemma3", "mixtral") else pytest.mark.slow) for family in FAMILIES],
+)
+async def test_every_family_through_both_pools(
+    family: str, make_tiny_model: Any, start_cluster: Any, tmp_path: Path
+) -> None:
+    folder = await asyncio.to_thread(make_tiny_model, family, tmp_path / "model")
+    prompts = tiny_prompts()[::3]
+    expected = await asyncio.to_thread(reference, folder, prompts, NEW_TOKENS)
+    settings = {
+        "model.dtype": "float32",
+        "prefill.engine.prefill_chunk": 20,
+        "prefill.engine.num_blocks": 200,
+        "decode.engine.num_blocks": 200,
+    }
+    async with start_cluster(folder, settings=settings) as cluster, cluster.client() as client:
+        check(await answers(client, prompts, NEW_TOKENS, at_once=1), expected, remote=True)
+        check(await answers(client, prompts, NEW_TOKENS, at_once=16), expected, remote=True)
         await cluster.all_free()
 
 

@@ -23,6 +23,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": LLAMA3 | {"novelty": 1}}, "unknown rope parameters for type llama3: novelty"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear lacks factor"),
+        ({"vision_config": {}}, r"takes more than text \(vision_config\).*language model alone.*Gemma3ForCausalLM"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"num_local_experts": 8}, "num_local_experts"),

@@ -119,6 +119,45 @@ def test_elementwise_operators(dtype):
     torch.testing.assert_close(kernels.rms_norm(total, weight, 1e-5), normed)
     gate, up = x[:, :8].double(), x[:, 8:].double()
     torch.testing.assert_close(kernels.silu_mul(x).double(), gate * torch.sigmoid(gate) * up, **tolerance)
+    gelu = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    torch.testing.assert_close(kernels.gelu_tanh_mul(x).double(), gelu * up, **tolerance)
+
+
+def test_a_float32_weight_of_a_norm_is_rounded_once():
+    kernels = ReferenceKernels(prepack=False)
+    x, weight = torch.randn(50, 16).bfloat16(), 1 + torch.randn(16)
+    normed = kernels.rms_norm(x, weight, 1e-5)
+    assert normed.dtype == torch.bfloat16
+    assert torch.equal(normed, F.rms_norm(x.float(), (16,), weight, 1e-5).bfloat16())
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_routing_takes_the_likeliest_experts(normalise):
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 4.0]])
+    ids, weights = ReferenceKernels(prepack=False).route(logits.bfloat16(), 2, normalise=normalise)
+    assert ids[0].tolist() == [1, 2]
+    assert ids[1].tolist() == [3, 0]
+    assert weights.dtype == torch.float32
+    expected = logits.softmax(-1).gather(1, ids)
+    torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True) if normalise else expected)
+
+
+@pytest.mark.parametrize("num_chosen", [1, 3, 5])
+def test_experts_add_up_whatever_the_batch(num_chosen):
+    kernels = ReferenceKernels(prepack=False)
+    gate_up, down, x = torch.randn(5, 12, 8), torch.randn(5, 8, 6), torch.randn(9, 8)
+    experts = kernels.experts(gate_up, down)
+    ids = torch.stack([torch.randperm(5)[:num_chosen] for _ in range(9)])
+    weights = torch.rand(9, num_chosen)
+    result = experts(x, ids, weights)
+    for row in range(9):
+        expected = sum(
+            weight * (down[expert] @ kernels.silu_mul(gate_up[expert] @ x[row]))
+            for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True)
+        )
+        torch.testing.assert_close(result[row], expected, rtol=1e-4, atol=1e-4)
+        alone = experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1])[0]
+        torch.testing.assert_close(alone, result[row])
 
 
 def test_rotary_turns_pairs_by_the_angle():

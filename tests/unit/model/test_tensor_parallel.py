@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
+from tiny_models import FAMILIES
 from twinpool.engine.batch import build_batch
 from twinpool.engine.checkpoint import Checkpoint
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.loader import load
 from twinpool.engine.model_config import ModelConfig
-from twinpool.engine.models.registry import FAMILIES
+from twinpool.engine.models import registry
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.plan import ScheduledRequest
 from twinpool.engine.request import Request, SamplingParams, StopParams
@@ -54,7 +56,7 @@ class ThreadCollective:
 def run_rank(folder, prompt, parallel):
     """Prefills in two chunks; returns logits of all rows of the second, and the KV blocks."""
     config, checkpoint, kernels = ModelConfig.from_hf(folder), Checkpoint.open(folder), ReferenceKernels(prepack=False)
-    family = FAMILIES[config.architecture]
+    family = registry.FAMILIES[config.architecture]
     model = load(
         checkpoint,
         lambda weights: family(weights, config, ParallelContext(), kernels),
@@ -76,9 +78,7 @@ def run_rank(folder, prompt, parallel):
     return runner.logits(hidden), runner.cache.blocks
 
 
-def test_two_ranks_are_one_model(tmp_path, make_tiny_llama, random_prompt):
-    folder = make_tiny_llama(tmp_path, attention_bias=True, mlp_bias=True)
-    prompt = random_prompt(20)
+def check(folder, prompt):
     logits, blocks = run_rank(folder, prompt, ParallelContext())
     exchange = Exchange(2)
     ranks = [ParallelContext(rank, 2, collective=ThreadCollective(exchange, rank)) for rank in range(2)]
@@ -87,3 +87,17 @@ def test_two_ranks_are_one_model(tmp_path, make_tiny_llama, random_prompt):
     for rank, (rank_logits, rank_blocks) in enumerate(parts):
         torch.testing.assert_close(rank_logits, logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(rank_blocks, blocks[:, :, :, rank : rank + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_two_ranks_are_one_model(tmp_path, make_tiny_llama, random_prompt):
+    check(make_tiny_llama(tmp_path, attention_bias=True, mlp_bias=True), random_prompt(20))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_are_one_model_of_any_family(family, tmp_path, make_tiny_model, random_prompt):
+    check(make_tiny_model(family, tmp_path), random_prompt(20))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_two_ranks_split_fused_experts(family, tmp_path, make_tiny_model, random_prompt):
+    check(make_tiny_model(family, tmp_path, expert_layout="fused"), random_prompt(20))
