@@ -1,7 +1,8 @@
 """The flat batch: all tokens of a step in one row, without padding.
 
 slot = block_table[position // block_size] × block_size + position % block_size. Everything is computed with numpy on
-the host and reaches the device in one copy. A batch is valid for one step.
+the host (``HostBatch``), may travel to other ranks, and reaches each device in one copy (``FlatBatch``). A batch is
+valid for one step.
 """
 
 from __future__ import annotations
@@ -35,6 +36,49 @@ class FlatBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch on the host: the parts of ``FlatBatch`` one after the other, int64, and their sizes."""
+
+    flat: Int64
+    sizes: tuple[int, ...]
+
+    def on(self, device: torch.device) -> FlatBatch:
+        """The batch on ``device``."""
+        parts = torch.split(torch.from_numpy(self.flat).to(device), list(self.sizes))
+        ends = np.cumsum(self.sizes)
+        seq_lens = self.flat[ends[3] : ends[4]]
+        return FlatBatch(
+            input_ids=parts[0],
+            positions=parts[1],
+            attention=AttentionBatch(
+                slot_mapping=parts[2],
+                query_start_loc=parts[3],
+                seq_lens=parts[4],
+                block_tables=parts[5].view(len(seq_lens), -1),
+                query_lens=np.diff(self.flat[ends[2] : ends[3]]).tolist(),
+                context_lens=seq_lens.tolist(),
+            ),
+            new_blocks=parts[6],
+            sample_rows=parts[7],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.sizes[0]
+
+    @property
+    def num_sample_rows(self) -> int:
+        """Rows that are sampled."""
+        return self.sizes[7]
+
+    @property
+    def sample_rows(self) -> Int64:
+        """See ``FlatBatch.sample_rows``."""
+        return self.flat[self.flat.size - self.sizes[7] :]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRows:
     """Rows ``[start, end)`` whose logits predict ``token_ids``, prompt tokens of ``scheduled[index]``."""
 
@@ -45,8 +89,8 @@ class PromptRows:
 
 
 def build_batch(
-    scheduled: Sequence[ScheduledRequest], *, block_size: int, num_blocks: int, vocab_size: int, device: torch.device
-) -> FlatBatch:
+    scheduled: Sequence[ScheduledRequest], *, block_size: int, num_blocks: int, vocab_size: int
+) -> HostBatch:
     """Flattens the step's requests.
 
     Raises:
@@ -68,22 +112,7 @@ def build_batch(
     new_blocks = slots[slots % block_size == 0] // block_size
     sample_rows = _sample_rows(scheduled, query_start_loc)
     parts = (input_ids, positions, slots, query_start_loc, seq_lens, tables.ravel(), new_blocks, sample_rows)
-    flat = torch.from_numpy(np.concatenate(parts)).to(device)
-    on_device = torch.split(flat, [part.size for part in parts])
-    return FlatBatch(
-        input_ids=on_device[0],
-        positions=on_device[1],
-        attention=AttentionBatch(
-            slot_mapping=on_device[2],
-            query_start_loc=on_device[3],
-            seq_lens=on_device[4],
-            block_tables=on_device[5].view(tables.shape),
-            query_lens=lengths.tolist(),
-            context_lens=seq_lens.tolist(),
-        ),
-        new_blocks=on_device[6],
-        sample_rows=on_device[7],
-    )
+    return HostBatch(np.concatenate(parts), tuple(part.size for part in parts))
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[PromptRows]:

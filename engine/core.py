@@ -37,6 +37,7 @@ from twinpool.engine.commands import (
     Submit,
 )
 from twinpool.engine.engine_config import EngineConfig
+from twinpool.engine.errors import RanksLost
 from twinpool.engine.exporter import Exporter
 from twinpool.engine.outputs import OutputCollector
 from twinpool.engine.plan import Executor, StepPlan, StepResult
@@ -97,7 +98,7 @@ class Engine:
         self._pool = BlockPool(executor.num_blocks)
         self._tables = BlockTables(self._pool, config.block_size, config.revision, config.prefix_caching)
         self._max_model_len = min(config.max_model_len, self._pool.num_usable * config.block_size)
-        self._exporter = Exporter(exports, policy, executor.num_layers, config.block_size, config.layer_groups)
+        self._exporter = Exporter(exports, policy, executor.rank_layers, config.block_size, config.layer_groups)
         self._scheduler = Scheduler(
             config, self._max_model_len, self._tables, policy, self._exporter, imports, speculation, grammars
         )
@@ -143,6 +144,7 @@ class Engine:
 
         Raises:
             IntegrityError: an idle engine's books do not balance. The process must end: KV may be mixed up.
+            RanksLost: see ``Executor.run``. The process must end.
         """
         checked = False
         while not self._stopping:
@@ -276,7 +278,9 @@ class Engine:
         began = self._clock()
         try:
             result = self._executor.run(plan, announcements.layer_groups, announcements.on_layers)
-        except Exception as error:  # noqa: BLE001 - the device and its processes may fail in any way; others go on
+        except RanksLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - the device may fail in any way; other requests go on
             _log.exception("step %d failed", plan.step)
             now = self._clock()
             for attempt_id in {entry.request.attempt_id for entry in plan.scheduled}:

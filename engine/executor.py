@@ -1,39 +1,44 @@
-"""The inline executor: one rank, in the caller's process and thread. It holds no scheduler state.
+"""The executor: runs steps on rank 0, in the caller's process and thread, and on a worker's other ranks if any.
 
-1. ``build_inline_executor`` checks the model folder, loads the weights, has the connector allocate the KV region.
-2. ``run`` does a step: block copies, flat batch, forward pass, logits of the sampled rows only, sampling.
-3. ``close`` drops the model. The region belongs to the connector, which frees it.
+1. ``build_executor`` checks the model folder, loads the weights, has the connector allocate the KV region. The other
+   ranks do the same in their own processes; ``Followers`` says how they are reached.
+2. ``run`` does a step: the compact plan goes to all ranks, this rank does its part, logits of the sampled rows arrive
+   on rank 0 and are sampled here. It returns when every rank is done with the step. Meanwhile the marks of the other
+   ranks come in (see ``rank``), and each rank's written layers are announced.
+3. ``close`` tells the ranks to end and drops the model. The region belongs to the connector, which frees it.
+
+It holds no scheduler state. How ranks are started, and what carries their channels, is not its business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import select
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from twinpool.engine.batch import build_batch, prompt_rows
-from twinpool.engine.checkpoint import Checkpoint
-from twinpool.engine.errors import DoesNotFit, UnsupportedModel
-from twinpool.engine.kv_cache import KVCache
-from twinpool.engine.loader import Loaded, Progress, Weights, load
+from twinpool.engine.batch import HostBatch, PromptRows, build_batch, prompt_rows
+from twinpool.engine.channel import Channel, ChannelClosed
+from twinpool.engine.errors import DoesNotFit, RanksLost
+from twinpool.engine.loader import Progress
 from twinpool.engine.model_config import ModelConfig
-from twinpool.engine.models.decoder import Decoder
-from twinpool.engine.models.registry import FAMILIES
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.plan import OnLayers, Sampled, ScheduledRequest, StepPlan, StepResult
+from twinpool.engine.ports import ReadyEvent
+from twinpool.engine.rank import Mark, Rank
+from twinpool.engine.rank_step import STOP, RankStep
 from twinpool.engine.request import TokenLogprob
-from twinpool.engine.runner import ModelRunner
-from twinpool.kernels.reference import ReferenceKernels
-from twinpool.kv_transfer.layout import DTYPES, KVLayout, RankLayout
+from twinpool.engine.runner import Written
+from twinpool.engine.shard import Shard, load_shard
+from twinpool.kv_transfer.layout import KVLayout, RankLayout
 
 PROMPT_LOGPROB_ROWS = 128
 """Rows of prompt logits in memory at once: a vocabulary of 152k takes 600 kB per row."""
-
-CPU_KV_BYTES = 1 << 30
-CUDA_KV_SHARE = 0.85
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
 """A connector's ``allocate``: bytes and device in, flat uint8 region out."""
@@ -62,15 +67,46 @@ MakeSampler = Callable[[int, frozenset[int], torch.device], StepSampler]
 """Makes a sampler from vocabulary size, end-of-sequence ids and device."""
 
 
-class InlineExecutor:
-    """Implements ``Executor`` on one device."""
+class Followers(Protocol):
+    """The other ranks of a worker, while it starts."""
 
-    def __init__(self, runner: ModelRunner, sampler: StepSampler, vocab_size: int) -> None:
-        self._runner: ModelRunner | None = runner
+    @property
+    def parallel(self) -> ParallelContext:
+        """Rank 0's place, with its connections."""
+
+    def agree(self, num_blocks: int) -> int:
+        """Waits until all have loaded their weights; they allocate, like rank 0, what the smallest can hold."""
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """One per rank from 1, on which ``rank.follow`` listens once ``agree`` has returned."""
+
+
+class NoFollowers:
+    """A worker of one rank."""
+
+    parallel = ParallelContext()
+    channels: Sequence[Channel] = ()
+
+    def agree(self, num_blocks: int) -> int:
+        """Returns ``num_blocks``."""
+        return num_blocks
+
+
+class ModelExecutor:
+    """Implements ``Executor``; see the module."""
+
+    def __init__(
+        self, rank: Rank, sampler: StepSampler, config: ModelConfig, followers: Sequence[Channel] = ()
+    ) -> None:
+        self._rank: Rank | None = rank
         self._sampler = sampler
-        self._vocab_size = vocab_size
-        self._num_blocks = runner.cache.num_blocks
-        self._num_layers = runner.num_layers
+        self._vocab_size = config.vocab_size
+        self._num_blocks = rank.runner.cache.num_blocks
+        places = [rank.parallel.at(number) for number in range(rank.parallel.size)]
+        self._rank_layers = [place.layers(config.num_layers) for place in places]
+        self._followers = _FollowerMarks(followers)
+        self._broken = False
 
     @property
     def num_blocks(self) -> int:
@@ -78,94 +114,233 @@ class InlineExecutor:
         return self._num_blocks
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._num_layers
+    def rank_layers(self) -> Sequence[tuple[int, int]]:
+        """See ``Executor``."""
+        return self._rank_layers
 
     def close(self) -> None:
-        """Drops model and region view. Idempotent."""
-        self._runner = None
+        """Tells the ranks to end, drops model and region view. Idempotent."""
+        if self._rank is not None:
+            self._rank = None
+            self._followers.stop()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> StepResult:
-        """See ``Executor.run``. With fewer layers than ``layer_groups``, ``on_layers`` is called once per layer.
+        """See ``Executor.run``.
 
         Raises:
             ValueError: the plan names tokens or blocks that do not exist; nothing but ``copies`` was done.
+            RanksLost: a rank died, or something failed on this one while others were in the step.
             RuntimeError: the executor is closed.
         """
-        runner = self._runner
-        if runner is None:
+        rank = self._rank
+        if rank is None:
             raise RuntimeError("the executor is closed")
-        runner.cache.copy(plan.copies)
         result = StepResult([Sampled() for _ in plan.scheduled])
-        if not plan.scheduled:
-            return result
-        batch = build_batch(
-            plan.scheduled,
-            block_size=runner.cache.block_size,
-            num_blocks=self._num_blocks,
-            vocab_size=self._vocab_size,
-            device=runner.device,
+        batch, refused = self._build(rank, plan)
+        rows = [] if refused else list(_chunks(prompt_rows(plan.scheduled)))
+        step = RankStep(
+            plan.copies, batch, layer_groups, on_layers is not None, [(chunk.start, chunk.end) for chunk in rows]
         )
-        hidden = runner.forward(batch, layer_groups, on_layers)
-        sampling = [index for index, item in enumerate(plan.scheduled) if item.samples]
-        if sampling:
-            logits = runner.logits(hidden.index_select(0, batch.sample_rows))
-            scheduled = [plan.scheduled[index] for index in sampling]
-            allowed = [plan.allowed.get(index) for index in sampling]
-            for index, sampled in zip(sampling, self._sampler.sample(logits, scheduled, allowed), strict=True):
-                result.sampled[index] = sampled
-        self._add_prompt_logprobs(runner, plan, hidden, result)
+        if batch is not None or plan.copies:
+            self._run(rank, step, plan, rows, on_layers, result)
+        if refused is not None:
+            raise refused
         return result
 
-    def _add_prompt_logprobs(
-        self, runner: ModelRunner, plan: StepPlan, hidden: torch.Tensor, result: StepResult
+    def _build(self, rank: Rank, plan: StepPlan) -> tuple[HostBatch | None, ValueError | None]:
+        if not plan.scheduled:
+            return None, None
+        block_size = rank.runner.cache.block_size
+        try:
+            return (
+                build_batch(
+                    plan.scheduled,
+                    block_size=block_size,
+                    num_blocks=self._num_blocks,
+                    vocab_size=self._vocab_size,
+                ),
+                None,
+            )
+        except ValueError as error:
+            return None, error
+
+    def _run(
+        self,
+        rank: Rank,
+        step: RankStep,
+        plan: StepPlan,
+        rows: Sequence[PromptRows],
+        on_layers: OnLayers | None,
+        result: StepResult,
     ) -> None:
-        for rows in prompt_rows(plan.scheduled):
-            top = plan.scheduled[rows.index].request.sampling.prompt_logprobs or 0
-            for start in range(rows.start, rows.end, PROMPT_LOGPROB_ROWS):
-                end = min(start + PROMPT_LOGPROB_ROWS, rows.end)
-                tokens = rows.token_ids[start - rows.start : end - rows.start]
-                logprobs = self._sampler.prompt_logprobs(runner.logits(hidden[start:end]), tokens, top)
-                result.sampled[rows.index].prompt_logprobs += logprobs
+        marks = self._followers
+        marks.begin(step, on_layers)
+
+        def on_group(start: int, end: int, event: ReadyEvent) -> None:
+            if on_layers is not None:
+                on_layers(0, start, end, event)
+                marks.take()
+
+        try:
+            with self._in_step():
+                hidden = rank.forward(step, on_group)
+            logits = self._logits(rank, step, hidden)
+            try:
+                self._sample(plan, rows, logits, result)
+            finally:
+                # Whatever sampling met, all ranks of the last stage compute all logits of the step.
+                deque(logits, maxlen=0)
+        finally:
+            if self._broken and marks.present:
+                raise RanksLost("a step failed on rank 0 while the other ranks were in it")
+            marks.finish()
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """If the body fails, the other ranks wait for this one in vain."""
+        before, self._broken = self._broken, True
+        yield
+        self._broken = before
+
+    def _logits(self, rank: Rank, step: RankStep, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Logits of the sampled rows, if any, then of ``step.prompt_rows``, computed here or on the last stage."""
+        parallel = rank.parallel
+        if parallel.last_stage:
+            own = rank.logits(step, hidden)
+            while True:
+                with self._in_step():
+                    logits = next(own, None)
+                if logits is None:
+                    return
+                yield logits
+        if step.batch is None:
+            return
+        source = parallel.size - parallel.tp_size
+        counts = [step.batch.num_sample_rows] if step.batch.num_sample_rows else []
+        for count in counts + [end - start for start, end in step.prompt_rows]:
+            with self._in_step():
+                self._followers.wait_logits(source)
+                logits = parallel.peers.receive((count, self._vocab_size), torch.float32, source)
+            yield logits
+
+    def _sample(
+        self, plan: StepPlan, rows: Sequence[PromptRows], logits: Iterator[torch.Tensor], result: StepResult
+    ) -> None:
+        sampling = [index for index, item in enumerate(plan.scheduled) if item.samples]
+        if sampling and (sampled_logits := next(logits, None)) is not None:
+            scheduled = [plan.scheduled[index] for index in sampling]
+            allowed = [plan.allowed.get(index) for index in sampling]
+            for index, sampled in zip(sampling, self._sampler.sample(sampled_logits, scheduled, allowed), strict=True):
+                result.sampled[index] = sampled
+        for chunk, chunk_logits in zip(rows, logits, strict=True):
+            top = plan.scheduled[chunk.index].request.sampling.prompt_logprobs or 0
+            logprobs = self._sampler.prompt_logprobs(chunk_logits, chunk.token_ids, top)
+            result.sampled[chunk.index].prompt_logprobs += logprobs
+
+
+class _FollowerMarks:
+    """What the other ranks say of the step under way. Empty if there are none."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = dict(enumerate(channels, 1))
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        for number, channel in self._channels.items():
+            self._ranks[channel.fileno()] = number
+            self._poll.register(channel.fileno(), select.POLLIN)
+        self._running: set[int] = set()
+        self._logits_from: deque[int] = deque()
+        self._on_layers: OnLayers | None = None
+
+    @property
+    def present(self) -> bool:
+        return bool(self._channels)
+
+    def begin(self, step: RankStep, on_layers: OnLayers | None) -> None:
+        if not self._channels:
+            return
+        message = step.encode()
+        self._on_layers = on_layers
+        self._running = set(self._channels)
+        self._logits_from.clear()
+        for number, channel in self._channels.items():
+            try:
+                channel.send(*message)
+            except ChannelClosed as error:
+                raise RanksLost(f"rank {number} is gone") from error
+
+    def take(self, timeout_ms: int | None = 0) -> None:
+        """Takes what has arrived; None waits until something has."""
+        if not self._running:
+            return
+        for descriptor, _ in self._poll.poll(timeout_ms):
+            number = self._ranks[descriptor]
+            try:
+                mark, start, end = Mark.decode(self._channels[number].receive())
+            except ChannelClosed as error:
+                raise RanksLost(f"rank {number} is gone") from error
+            if mark is Mark.LAYERS and self._on_layers is not None:
+                self._on_layers(number, start, end, Written())
+            elif mark is Mark.LOGITS:
+                self._logits_from.append(number)
+            elif mark is Mark.DONE:
+                self._running.discard(number)
+
+    def wait_logits(self, rank: int) -> None:
+        while rank not in self._logits_from:
+            self.take(None)
+        self._logits_from.remove(rank)
+
+    def finish(self) -> None:
+        while self._running:
+            self.take(None)
+
+    def stop(self) -> None:
+        for channel in self._channels.values():
+            try:
+                channel.send(STOP)
+            except ChannelClosed:
+                continue  # it has ended already
+
+
+def _chunks(rows: Sequence[PromptRows]) -> Iterator[PromptRows]:
+    for item in rows:
+        for start in range(item.start, item.end, PROMPT_LOGPROB_ROWS):
+            end = min(start + PROMPT_LOGPROB_ROWS, item.end)
+            yield PromptRows(item.index, start, end, item.token_ids[start - item.start : end - item.start])
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltExecutor:
     """An executor that is ready, and the facts that its worker tells others. Lengths in tokens."""
 
-    executor: InlineExecutor
-    config: ModelConfig
-    layout: KVLayout
-    rank_layout: RankLayout
+    executor: ModelExecutor
+    shard: Shard
     max_model_len: int
-    weight_bytes: int
-    load_seconds: float
-    gb_per_s: float
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.shard.config
+
+    @property
+    def layout(self) -> KVLayout:
+        """KV of the whole model."""
+        return self.shard.layout
+
+    @property
+    def rank_layout(self) -> RankLayout:
+        """KV of rank 0."""
+        return self.shard.rank_layout
 
     @property
     def num_blocks(self) -> int:
         """KV blocks, the null block included."""
         return self.executor.num_blocks
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence."""
-        return self.config.eos_ids
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return self.config.vocab_size
-
-    @property
-    def revision(self) -> str:
-        """Identity of the model's content."""
-        return self.config.revision
-
-
-def build_inline_executor(
+def build_executor(
     model_folder: Path,
     *,
     dtype: str,
@@ -177,66 +352,34 @@ def build_inline_executor(
     kv_memory_bytes: int | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
+    followers: Followers | None = None,
 ) -> BuiltExecutor:
-    """Loads a model and allocates its KV.
+    """Loads rank 0 of a model and allocates its KV; sizes as in ``Shard.fitting_blocks``, per rank.
 
-    ``dtype`` is a name of ``kv_transfer.layout.DTYPES`` or "auto" (the checkpoint's). Without ``num_blocks`` and
-    ``kv_memory_bytes``, KV takes 1 GiB on CPU and 85 % of the memory that is left on a GPU. Without
-    ``max_model_len``, it is the model's, or what fits the KV if that is less.
+    Without ``max_model_len``, it is the model's, or what fits the KV if that is less.
 
     Raises:
-        UnsupportedModel: see ``ModelConfig.from_hf`` and ``loader.load``.
-        DoesNotFit: an explicit ``max_model_len`` over the model's or the KV's limit, or KV below two blocks.
+        UnsupportedModel: see ``load_shard``.
+        DoesNotFit: see ``load_shard`` and ``Shard.fitting_blocks``; or an explicit ``max_model_len`` over the model's
+            or the KV's limit.
     """
+    followers = followers or NoFollowers()
     config = ModelConfig.from_hf(model_folder)
     if max_model_len is not None and max_model_len > config.max_position_embeddings:
         raise DoesNotFit(f"max_model_len {max_model_len} is over the model's limit of {config.max_position_embeddings}")
-    name = config.dtype if dtype == "auto" else dtype
-    if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
-    loaded = _load_decoder(model_folder, config, DTYPES[name], device, progress)
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, name)
-    rank_layout = RankLayout.whole(layout)
-    if num_blocks is None:
-        num_blocks = _kv_bytes(kv_memory_bytes, device) // rank_layout.block_bytes
-    if num_blocks < 2:
-        raise DoesNotFit(f"{num_blocks} KV blocks of {rank_layout.block_bytes} bytes are too few; give KV more memory")
+    shard = load_shard(
+        model_folder, dtype=dtype, device=device, block_size=block_size, parallel=followers.parallel, progress=progress
+    )
+    num_blocks = followers.agree(shard.fitting_blocks(num_blocks, kv_memory_bytes))
     capacity = (num_blocks - 1) * block_size
     if max_model_len is not None and max_model_len > capacity:
         raise DoesNotFit(
             f"max_model_len {max_model_len} needs more than the {num_blocks} KV blocks ({capacity} tokens)"
         )
-    cache = KVCache(allocate(num_blocks * rank_layout.block_bytes, device), rank_layout)
-    runner = ModelRunner(loaded.model, cache, device)
+    rank = shard.rank(allocate(num_blocks * shard.rank_layout.block_bytes, device))
     sampler = make_sampler(config.vocab_size, config.eos_ids, device)
     return BuiltExecutor(
-        executor=InlineExecutor(runner, sampler, config.vocab_size),
-        config=config,
-        layout=layout,
-        rank_layout=rank_layout,
+        executor=ModelExecutor(rank, sampler, config, followers.channels),
+        shard=shard,
         max_model_len=max_model_len or min(config.max_position_embeddings, capacity),
-        weight_bytes=loaded.num_bytes,
-        load_seconds=loaded.seconds,
-        gb_per_s=loaded.gb_per_s,
     )
-
-
-def _load_decoder(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> Loaded[Decoder]:
-    family = FAMILIES[config.architecture]
-    kernels = ReferenceKernels(prepack=True)
-    parallel = ParallelContext()
-
-    def build(weights: Weights) -> Decoder:
-        return family(weights, config, parallel, kernels)
-
-    return load(Checkpoint.open(folder), build, build, dtype=dtype, device=device, progress=progress)
-
-
-def _kv_bytes(wanted: int | None, device: torch.device) -> int:
-    if wanted is not None:
-        return wanted
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
-    return CPU_KV_BYTES

@@ -1,4 +1,4 @@
-"""Prefill side of the exchange, as the engine sees it: what is announced, and when.
+"""Prefill side of the exchange, as the engine sees it: what is announced, and when. Ranks announce for themselves.
 
 1. Admission: ``begin`` with all blocks of the prompt, then its prefix hits, all layers at once.
 2. Each step: the blocks that became full; in the step that ends a prompt, all that remain, in layer groups, from
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinpool.engine.plan import OnLayers, StepPlan
@@ -45,13 +46,18 @@ class Exporter:
     """Announces KV of requests that the policy holds."""
 
     def __init__(
-        self, exports: KVExports, policy: RolePolicy, num_layers: int, block_size: int, layer_groups: int
+        self,
+        exports: KVExports,
+        policy: RolePolicy,
+        rank_layers: Sequence[tuple[int, int]],
+        block_size: int,
+        layer_groups: int,
     ) -> None:
         self._exports = exports
         self._policy = policy
-        self._num_layers = num_layers
+        self._rank_layers = tuple(rank_layers)
         self._block_size = block_size
-        self._layer_groups = min(layer_groups, num_layers)
+        self._layer_groups = layer_groups
 
     def admitted(self, request: Request, num_hits: int) -> None:
         """The request owns its blocks; the first ``num_hits`` are written already."""
@@ -60,7 +66,8 @@ class Exporter:
         self._exports.begin(request.transfer_id, len(request.block_ids))
         if num_hits:
             hits = tuple(request.block_ids[:num_hits])
-            self._exports.announce(request.transfer_id, 0, hits, 0, self._num_layers, Written())
+            for rank, (start, end) in enumerate(self._rank_layers):
+                self._exports.announce(request.transfer_id, 0, hits, start, end, Written(), rank)
 
     def step(self, plan: StepPlan) -> StepAnnouncements:
         """Prepares the announcements of a step; must be called before the step is applied."""
@@ -81,8 +88,8 @@ class Exporter:
         if not announcements:
             return StepAnnouncements(1, None)
 
-        def on_layers(start: int, end: int, event: ReadyEvent) -> None:
+        def on_layers(rank: int, start: int, end: int, event: ReadyEvent) -> None:
             for item in announcements:
-                self._exports.announce(item.transfer_id, item.first_block, item.block_ids, start, end, event)
+                self._exports.announce(item.transfer_id, item.first_block, item.block_ids, start, end, event, rank)
 
         return StepAnnouncements(groups, on_layers)

@@ -274,46 +274,75 @@ class GatedMLP:
 
 
 class Embedding:
-    """Token embeddings; every rank holds all of them."""
+    """Token embeddings: a range of the vocabulary per rank, padded with zeros to equal sizes."""
 
-    def __init__(self, weight: torch.Tensor, scale: float) -> None:
+    def __init__(self, weight: torch.Tensor, start: int, scale: float, parallel: ParallelContext) -> None:
         self.weight = weight
+        self._start = start
         # Gemma was trained with the factor rounded to the dtype of the weights: 55.5 for the root of 3072 in bfloat16.
         self._scale = torch.tensor(scale, dtype=weight.dtype).item()
+        self._parallel = parallel
 
     @classmethod
-    def load(cls, weights: Weights, vocab_size: int, hidden_size: int, scale: float = 1.0) -> Embedding:
-        """Loads ``weight`` [vocab, hidden]; what it returns is multiplied by ``scale``."""
-        return cls(weights.take("weight", (vocab_size, hidden_size)), scale)
+    def load(
+        cls, weights: Weights, vocab_size: int, hidden_size: int, parallel: ParallelContext, scale: float = 1.0
+    ) -> Embedding:
+        """Loads this rank's rows of ``weight`` [vocab, hidden]; what it returns is multiplied by ``scale``."""
+        weight = _vocabulary_rows(weights, vocab_size, hidden_size, parallel)
+        return cls(weight, parallel.vocabulary(vocab_size)[0], scale, parallel)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``[T] -> [T, hidden]``, a new tensor."""
-        hidden = F.embedding(input_ids, self.weight)
+        """``[T] -> [T, hidden]``, a new tensor, equal on all ranks of the stage."""
+        hidden = self._look_up(input_ids)
         return hidden if self._scale == 1.0 else hidden * self._scale
+
+    def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._parallel.tp_size == 1:
+            return F.embedding(input_ids, self.weight)
+        ids = input_ids - self._start
+        elsewhere = (ids < 0) | (ids >= len(self.weight))
+        hidden = F.embedding(ids.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere[:, None], 0)
+        return self._parallel.collective.all_reduce(hidden)
 
 
 class Head:
     """Logits: vocabulary columns split over ranks, gathered on all; a soft cap c makes x into c · tanh(x / c)."""
 
-    def __init__(self, linear: Linear, soft_cap: float | None, parallel: ParallelContext) -> None:
+    def __init__(self, linear: Linear, vocab_size: int, soft_cap: float | None, parallel: ParallelContext) -> None:
         self._linear = linear
+        self._vocab_size = vocab_size
         self._soft_cap = soft_cap
         self._collective = parallel.collective
 
     @classmethod
     def load(
-        cls, weights: Weights, config: ModelConfig, embedding: Embedding, parallel: ParallelContext, kernels: Kernels
+        cls,
+        weights: Weights,
+        config: ModelConfig,
+        embedding: Embedding | None,
+        parallel: ParallelContext,
+        kernels: Kernels,
     ) -> Head:
-        """Loads lm_head, or shares the embeddings when they are tied (a checkpoint that stores both keeps both)."""
-        start, end = parallel.shard(config.vocab_size, "vocabulary")
-        if config.tie_word_embeddings and not weights.has("lm_head.weight"):
-            linear = kernels.linear(embedding.weight[start:end], None)
+        """Loads lm_head, or takes the embeddings when they are tied (a checkpoint that stores both keeps both).
+
+        Tied embeddings are shared with ``embedding``, or loaded if this stage has none.
+        """
+        if weights.has("lm_head.weight") or not config.tie_word_embeddings:
+            weight = _vocabulary_rows(weights.at("lm_head"), config.vocab_size, config.hidden_size, parallel)
+        elif embedding is not None:
+            weight = embedding.weight
         else:
-            columns = (Columns("lm_head", config.vocab_size, start, end),)
-            linear = column_parallel(weights, columns, config.hidden_size, bias=False, kernels=kernels)
-        return cls(linear, config.logit_soft_cap, parallel)
+            table = weights.at("model.embed_tokens")
+            weight = _vocabulary_rows(table, config.vocab_size, config.hidden_size, parallel)
+        return cls(kernels.linear(weight, None), config.vocab_size, config.logit_soft_cap, parallel)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden] -> [rows, vocab]`` in float32."""
-        logits = self._collective.all_gather(self._linear(hidden)).float()
+        """``[rows, hidden] -> [rows, vocab]`` in float32, equal on the ranks of the stage."""
+        logits = self._collective.all_gather(self._linear(hidden))[..., : self._vocab_size].float()
         return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+
+
+def _vocabulary_rows(weights: Weights, vocab_size: int, hidden_size: int, parallel: ParallelContext) -> torch.Tensor:
+    start, end, size = parallel.vocabulary(vocab_size)
+    weight = weights.take("weight", (vocab_size, hidden_size), Shard(0, start, end))
+    return weight if end - start == size else F.pad(weight, (0, 0, 0, size - (end - start)))

@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from twinpool.engine.checkpoint import DTYPES, Checkpoint
 from twinpool.engine.errors import UnsupportedModel
+from twinpool.engine.memory import check_room
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights are read."""
@@ -59,6 +60,14 @@ class Shard:
 class WeightSource(Protocol):
     """Where layers get their parameters."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where ``take`` puts tensors."""
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint stores ``name``."""
 
@@ -72,6 +81,16 @@ class Weights:
 
     source: WeightSource
     prefix: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self.source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.source.device
 
     def at(self, name: str) -> Weights:
         """The weights below ``name``."""
@@ -113,6 +132,7 @@ def load(
 
     Raises:
         UnsupportedModel: listing every missing, unknown, misshapen or non-float tensor.
+        DoesNotFit: the part is larger than the memory that ``device`` has left.
     """
     started = time.perf_counter()
     check = _Check(checkpoint, dtype)
@@ -120,6 +140,7 @@ def load(
     check.finish()
     plan = _Check(checkpoint, dtype)
     build(Weights(plan))
+    check_room(plan.model_bytes, device)
     with _Reader(checkpoint, dtype, device, plan.num_bytes, progress) as reader:
         model = build(Weights(reader))
     return Loaded(model, plan.num_bytes, time.perf_counter() - started)
@@ -128,13 +149,16 @@ def load(
 class _Check:
     """A source of meta tensors that notes what is wrong."""
 
+    device = torch.device("meta")
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self.dtype = dtype
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._wrong: list[str] = []
         self.num_bytes = 0
+        self.model_bytes = 0
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
@@ -147,7 +171,8 @@ class _Check:
         sizes = list(shape)
         if shard is not None:
             sizes[shard.dim] = shard.size
-        tensor = torch.empty(sizes, dtype=self._dtype, device="meta")
+        tensor = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        self.model_bytes += tensor.nbytes
         if entry is None:
             self._missing.append(name)
         elif entry.dtype not in DTYPES:
@@ -185,8 +210,8 @@ class _Reader:
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, total: int, progress: Progress | None
     ) -> None:
         self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._total = total
         self._done = 0
         self._progress = progress
@@ -206,7 +231,7 @@ class _Reader:
     def take(self, name: str, shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
         stored = self._files[self._checkpoint.entries[name].file].get_tensor(name)
         part = stored if shard is None else shard.of(stored)
-        tensor: torch.Tensor = part.to(device=self._device, dtype=self._dtype, copy=True)
+        tensor: torch.Tensor = part.to(device=self.device, dtype=self.dtype, copy=True)
         self._done += part.numel() * part.element_size()
         if self._progress is not None:
             self._progress(self._done, self._total)

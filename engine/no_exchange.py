@@ -22,6 +22,7 @@ class NoExports:
         layer_start: int,
         layer_end: int,
         event: ReadyEvent,
+        rank: int,
     ) -> None:
         """Nothing to do."""
 

@@ -1,11 +1,13 @@
 """Which part of a model a rank holds, and how ranks combine partial results. Passed explicitly, never global.
 
 Column-parallel layers split their output over TP ranks (attention heads, MLP columns, vocabulary), row-parallel layers
-their input, and end in an ``all_reduce``. Pipeline stages hold consecutive layers.
+their input, and end in an ``all_reduce``. Pipeline stages hold consecutive layers and hand hidden states on. Ranks are
+numbered stage by stage: ``pp_rank * tp_size + tp_rank``; rank 0 schedules and samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,8 +24,18 @@ class Collective(Protocol):
         """Concatenation over ranks along the last dimension."""
 
 
+class Peers(Protocol):
+    """Carries tensors between any two ranks, in order per pair."""
+
+    def send(self, x: torch.Tensor, rank: int) -> None:
+        """Returns when ``x`` may be overwritten (on a GPU: by later work of the stream)."""
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """The next tensor that ``rank`` sends us, which has this shape and dtype."""
+
+
 class Alone:
-    """The collective of a single rank."""
+    """Collective and peers of a single rank."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x``."""
@@ -32,6 +44,14 @@ class Alone:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x``."""
         return x
+
+    def send(self, x: torch.Tensor, rank: int) -> None:
+        """There is nobody."""
+        raise AssertionError(f"a single rank sends to rank {rank}")
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """There is nobody."""
+        raise AssertionError(f"a single rank receives from rank {rank}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,31 @@ class ParallelContext:
     pp_rank: int = 0
     pp_size: int = 1
     collective: Collective = field(default_factory=Alone)
+    peers: Peers = field(default_factory=Alone)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in its worker."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the worker."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    def at(self, rank: int) -> ParallelContext:
+        """The place of another rank of the worker, without its connections."""
+        return ParallelContext(rank % self.tp_size, self.tp_size, rank // self.tp_size, self.pp_size)
 
     def shard(self, total: int, what: str) -> tuple[int, int]:
         """This rank's range ``[start, end)`` of ``total`` equal parts.
@@ -67,6 +112,12 @@ class ParallelContext:
             raise ValueError(f"{total} KV heads cannot be replicated over tensor parallel size {self.tp_size}")
         head = self.tp_rank * total // self.tp_size
         return head, head + 1
+
+    def vocabulary(self, total: int) -> tuple[int, int, int]:
+        """This rank's tokens ``[start, end)``, and the size that the largest part has: parts may be unequal."""
+        size = -(-total // self.tp_size)
+        start = min(self.tp_rank * size, total)
+        return start, min(start + size, total), size
 
     def layers(self, total: int) -> tuple[int, int]:
         """This stage's layers ``[start, end)``; early stages take the remainder."""

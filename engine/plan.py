@@ -63,8 +63,9 @@ class StepResult:
     sampled: list[Sampled]
 
 
-OnLayers = Callable[[int, int, ReadyEvent], None]
-"""Called after layers ``[start, end)`` of the step were launched; the event proves that their KV is written."""
+OnLayers = Callable[[int, int, int, ReadyEvent], None]
+"""Called with (rank, start, end, event) after that rank launched layers ``[start, end)`` of the model for the step; the
+event proves that the rank's part of their KV is written."""
 
 
 class Executor(Protocol):
@@ -75,11 +76,17 @@ class Executor(Protocol):
         """KV blocks in the region, block 0 (the null block) included."""
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
+    def rank_layers(self) -> Sequence[tuple[int, int]]:
+        """Layers ``[start, end)`` of the model whose KV each rank holds (its share of heads), by rank."""
 
     def run(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> StepResult:
-        """Runs a step to its end. ``on_layers`` is called ``layer_groups`` times, in layer order."""
+        """Runs a step to its end on all ranks: when it returns, no rank writes for it any more.
+
+        ``on_layers`` is called for each rank, in layer order; the model is cut into about ``layer_groups`` groups.
+
+        Raises:
+            RanksLost: ranks died or no longer agree. Any other error leaves the executor usable.
+        """
 
     def close(self) -> None:
         """Ends the ranks and frees the model. Idempotent."""

@@ -88,8 +88,11 @@ class KVExports(Protocol):
         layer_start: int,
         layer_end: int,
         event: ReadyEvent,
+        rank: int,
     ) -> None:
-        """Layers ``[layer_start, layer_end)`` of the blocks from index ``first_block`` may be read after ``event``."""
+        """Layers ``[layer_start, layer_end)`` of the blocks from index ``first_block`` may be read from ``rank`` after
+        ``event``.
+        """
 
     def final(self, transfer_id: int, num_tokens: int, first_tokens: Sequence[FirstToken]) -> None:
         """Everything is announced; the hold waits for Done (or ends, if every choice finished)."""

@@ -6,7 +6,7 @@ written, so that blocks can travel while later layers run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,8 +15,10 @@ import torch
 from twinpool.engine.batch import FlatBatch
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.layers import Step
-from twinpool.engine.plan import OnLayers
 from twinpool.engine.ports import ReadyEvent
+
+OnGroup = Callable[[int, int, ReadyEvent], None]
+"""Called after layers ``[start, end)`` of the stage were launched; the event proves that their KV is written."""
 
 
 class Model(Protocol):
@@ -26,14 +28,14 @@ class Model(Protocol):
     def num_layers(self) -> int:
         """Layers of this rank's stage."""
 
-    def begin(self, batch: FlatBatch, kv: torch.Tensor) -> Step:
-        """Embeds the batch; ``kv`` is ``KVCache.blocks``."""
+    def begin(self, batch: FlatBatch, kv: torch.Tensor, hidden: torch.Tensor | None) -> Step:
+        """Embeds the batch, or starts from ``hidden`` of the stage before; ``kv`` is ``KVCache.blocks``."""
 
     def run_layers(self, step: Step, start: int, end: int) -> None:
         """Advances ``step`` through layers ``[start, end)`` and writes their KV."""
 
     def finish(self, step: Step) -> torch.Tensor:
-        """The final hidden states [T, hidden]."""
+        """[T, hidden]: the final hidden states, or what the next stage starts from."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden] -> [rows, vocab]``, float32."""
@@ -60,18 +62,35 @@ class ModelRunner:
         """Layers of this rank."""
         return self._model.num_layers
 
-    def forward(self, batch: FlatBatch, layer_groups: int = 1, on_layers: OnLayers | None = None) -> torch.Tensor:
-        """Writes the batch's KV and returns the final hidden states [T, hidden].
+    def forward(
+        self,
+        batch: FlatBatch,
+        layer_groups: int = 1,
+        on_group: OnGroup | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes the batch's KV and returns the final hidden states [T, hidden], or the next stage's ``hidden``.
 
-        ``on_layers`` is called after each of ``layer_groups`` nearly equal groups (at most one per layer).
+        ``on_group`` is called after each of ``layer_groups`` nearly equal groups (at most one per layer), with layers
+        of this stage.
         """
         self.cache.clear(batch.new_blocks)
-        step = self._model.begin(batch, self.cache.blocks)
+        step = self._model.begin(batch, self.cache.blocks, hidden)
         for start, end in layer_ranges(self.num_layers, layer_groups):
             self._model.run_layers(step, start, end)
-            if on_layers is not None:
-                on_layers(start, end, self._event())
+            if on_group is not None:
+                on_group(start, end, self._event())
         return self._model.finish(step)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and KV."""
+        return self.cache.blocks.dtype
+
+    def synchronize(self) -> None:
+        """Returns when everything that was launched has been done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of rows of ``forward``'s result: [rows, vocab], float32."""

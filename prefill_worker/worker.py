@@ -51,9 +51,10 @@ class ExportsPort:
         layer_start: int,
         layer_end: int,
         event: ReadyEvent,
+        rank: int,
     ) -> None:
         """See ``engine.ports.KVExports``."""
-        self._holds.announce(transfer_id, first_block, block_ids, layer_start, layer_end, event)
+        self._holds.announce(transfer_id, first_block, block_ids, layer_start, layer_end, event, rank)
 
     def final(self, transfer_id: int, num_tokens: int, first_tokens: Sequence[FirstToken]) -> None:
         """See ``engine.ports.KVExports``."""

@@ -25,7 +25,7 @@ import torch
 from twinpool.config import Config, EngineSection, PoolSection
 from twinpool.engine.core import Engine, EngineConfig
 from twinpool.engine.errors import DoesNotFit, UnsupportedModel
-from twinpool.engine.executor import InlineExecutor, build_inline_executor
+from twinpool.engine.executor import ModelExecutor, build_executor
 from twinpool.engine.grammar import LLGuidanceGrammars
 from twinpool.engine.ngram import NgramProposer
 from twinpool.engine.ports import KVExports, KVImports, OutputSink, RolePolicy, Speculation
@@ -62,7 +62,7 @@ class Parts:
     layout: KVLayout
     rank_layout: RankLayout
     connector: Connector
-    executor: InlineExecutor
+    executor: ModelExecutor
     grammars: LLGuidanceGrammars
     identity: KVIdentity
 
@@ -129,7 +129,7 @@ def load_parts(
     ucx = UcxSettings.for_host(pool.host, config.transport.ucx_tls, config.transport.ucx_net_devices)
     try:
         connector = make_connector(config.transport.connector, ucx)
-        built = build_inline_executor(
+        built = build_executor(
             model_folder,
             dtype=config.model.dtype,
             device=device,
@@ -152,17 +152,17 @@ def load_parts(
         worker_id=worker_id,
         epoch=epoch,
         model_name=config.model.name or model_folder.name,
-        revision=built.revision,
-        eos_ids=built.eos_ids,
-        vocab_size=built.vocab_size,
+        revision=built.config.revision,
+        eos_ids=built.config.eos_ids,
+        vocab_size=built.config.vocab_size,
         max_model_len=built.max_model_len,
         max_num_seqs=section.max_num_seqs,
         layout=built.layout,
         rank_layout=built.rank_layout,
         connector=connector,
         executor=built.executor,
-        grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", built.vocab_size, built.eos_ids),
-        identity=KVIdentity(worker_id, epoch, built.revision, built.layout, connector.name, (region,)),
+        grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", built.config.vocab_size, built.config.eos_ids),
+        identity=KVIdentity(worker_id, epoch, built.config.revision, built.layout, connector.name, (region,)),
     )
 
 

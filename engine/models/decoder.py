@@ -55,10 +55,10 @@ class Decoder:
     def __init__(
         self,
         *,
-        embedding: Embedding,
+        embedding: Embedding | None,
         layers: Sequence[Layer],
-        norm: RMSNorm,
-        head: Head,
+        norm: RMSNorm | None,
+        head: Head | None,
         rotary: Rotary,
         local_rotary: Rotary | None,
         kernels: Kernels,
@@ -83,21 +83,28 @@ class Decoder:
         embedding_scale: float = 1.0,
         unit_offset: bool = False,
     ) -> Decoder:
-        """Loads everything but the layers itself, and this stage's layers through ``make_layer(model layer)``."""
+        """Loads this stage's layers through ``make_layer(model layer)``, and what else the stage holds itself."""
         model = weights.at("model")
-        embedding = Embedding.load(model.at("embed_tokens"), config.vocab_size, config.hidden_size, embedding_scale)
-        table = embedding.weight
+        embedding = None
+        if parallel.first_stage:
+            table = model.at("embed_tokens")
+            embedding = Embedding.load(table, config.vocab_size, config.hidden_size, parallel, embedding_scale)
+        layers = [make_layer(layer) for layer in range(*parallel.layers(config.num_layers))]
+        norm = head = None
+        if parallel.last_stage:
+            norm = RMSNorm.load(
+                model.at("norm"), config.hidden_size, config.rms_norm_eps, kernels, unit_offset=unit_offset
+            )
+            head = Head.load(weights, config, embedding, parallel, kernels)
 
         def rotary(parameters: RopeParameters) -> Rotary:
-            return Rotary(parameters, config.head_dim, table.device, table.dtype)
+            return Rotary(parameters, config.head_dim, weights.device, weights.dtype)
 
         return cls(
             embedding=embedding,
-            layers=[make_layer(layer) for layer in range(*parallel.layers(config.num_layers))],
-            norm=RMSNorm.load(
-                model.at("norm"), config.hidden_size, config.rms_norm_eps, kernels, unit_offset=unit_offset
-            ),
-            head=Head.load(weights, config, embedding, parallel, kernels),
+            layers=layers,
+            norm=norm,
+            head=head,
             rotary=rotary(config.rope),
             local_rotary=None if config.local_rope is None else rotary(config.local_rope),
             kernels=kernels,
@@ -108,12 +115,15 @@ class Decoder:
         """Layers of this stage."""
         return len(self._layers)
 
-    def begin(self, batch: FlatBatch, kv: torch.Tensor) -> Step:
-        """Embeds the tokens and prepares what all layers share."""
+    def begin(self, batch: FlatBatch, kv: torch.Tensor, hidden: torch.Tensor | None) -> Step:
+        """Embeds the tokens, or takes the stream ``hidden`` of the stage before, and prepares what layers share."""
+        if hidden is None:
+            assert self._embedding is not None
+            hidden = self._embedding(batch.input_ids)
         rotation = self._rotary(batch.positions)
         local = rotation if self._local_rotary is None else self._local_rotary(batch.positions)
         attend = self._kernels.attention(batch.attention, kv)
-        return Step(batch, kv, attend, rotation, local, self._embedding(batch.input_ids))
+        return Step(batch, kv, attend, rotation, local, hidden)
 
     def run_layers(self, step: Step, start: int, end: int) -> None:
         """Runs layers ``[start, end)``; their KV is written (or launched to be) on return."""
@@ -121,9 +131,12 @@ class Decoder:
             layer(step)
 
     def finish(self, step: Step) -> torch.Tensor:
-        """The final hidden states, ``[T, hidden]``."""
+        """``[T, hidden]``: the final hidden states, or the stream for the next stage."""
+        if self._norm is None:
+            return step.hidden if step.residual is None else step.hidden + step.residual
         return self._norm.add(step.hidden, step.residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden] -> [rows, vocab]``, float32."""
+        assert self._head is not None
         return self._head(hidden)

@@ -65,6 +65,10 @@ class FakeExecutor:
         self.fail = False
         self.max_tokens = 10**9
 
+    @property
+    def rank_layers(self):
+        return [(0, self.num_layers)]
+
     def close(self):
         pass
 
@@ -81,7 +85,7 @@ class FakeExecutor:
         if on_layers is not None:
             edges = [self.num_layers * i // layer_groups for i in range(layer_groups + 1)]
             for start, end in itertools.pairwise(edges):
-                on_layers(start, end, Written())
+                on_layers(0, start, end, Written())
         return result
 
     def _one(self, entry, written):
@@ -176,7 +180,7 @@ class Exports:
         self.log.append(("begin", transfer_id, num_blocks))
         self.blocks[transfer_id] = [None] * num_blocks
 
-    def announce(self, transfer_id, first_block, block_ids, layer_start, layer_end, event):
+    def announce(self, transfer_id, first_block, block_ids, layer_start, layer_end, event, rank):
         assert event.query()
         self.log.append(("announce", transfer_id, first_block, tuple(block_ids), layer_start, layer_end))
         for i, block in enumerate(block_ids, first_block):

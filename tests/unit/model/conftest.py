@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twinpool.engine.executor import BuiltExecutor, build_inline_executor
+from twinpool.engine.executor import BuiltExecutor, build_executor
 from twinpool.engine.plan import OnLayers, Sampled, ScheduledRequest, StepPlan
 from twinpool.engine.request import Request, SamplingParams, StopParams, TokenLogprob
 
@@ -100,7 +100,7 @@ def make_harness() -> MakeHarness:
     """A function (folder, dtype, block_size, num_blocks) -> Harness. Fresh KV memory holds NaN, not zeros."""
 
     def make(folder: Path, dtype: str = "float32", block_size: int = 16, num_blocks: int = 64) -> Harness:
-        built = build_inline_executor(
+        built = build_executor(
             folder,
             dtype=dtype,
             device=CPU,

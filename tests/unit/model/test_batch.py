@@ -17,7 +17,7 @@ def make(prompt: list[int], blocks: list[int], prompt_logprobs: int | None = Non
 
 
 def build(scheduled, block_size=4, num_blocks=32, vocab_size=100):
-    return build_batch(scheduled, block_size=block_size, num_blocks=num_blocks, vocab_size=vocab_size, device=CPU)
+    return build_batch(scheduled, block_size=block_size, num_blocks=num_blocks, vocab_size=vocab_size).on(CPU)
 
 
 def test_golden_vector_of_three_prompts_and_their_first_decode():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twinpool.engine.errors import DoesNotFit, UnsupportedModel
-from twinpool.engine.executor import build_inline_executor
+from twinpool.engine.executor import build_executor
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.plan import ScheduledRequest, StepPlan
 from twinpool.engine.runner import layer_ranges
@@ -14,11 +14,11 @@ from twinpool.engine.runner import layer_ranges
 
 def test_layers_are_announced_in_order_once_their_kv_is_written(tmp_path, make_tiny_llama, make_harness, random_prompt):
     harness = make_harness(make_tiny_llama(tmp_path, num_hidden_layers=5))
-    blocks = harness.executor._runner.cache.blocks
+    blocks = harness.executor._rank.runner.cache.blocks
     request = harness.request(random_prompt(20), 1)
     seen = []
 
-    def on_layers(start, end, event):
+    def on_layers(rank, start, end, event):
         written = [bool(blocks[request.block_ids[0], layer].any()) for layer in range(5)]
         seen.append((start, end, event.query(), written))
 
@@ -61,7 +61,7 @@ def test_copied_blocks_continue_like_their_source(tiny_llama, make_harness, rand
 
 def test_a_plan_of_copies_alone_swaps_blocks(tiny_llama, make_harness):
     harness = make_harness(tiny_llama)
-    blocks = harness.executor._runner.cache.blocks
+    blocks = harness.executor._rank.runner.cache.blocks
     blocks[1:4] = torch.arange(1.0, 4.0).view(3, 1, 1, 1, 1, 1)
     assert harness.executor.run(StepPlan(0, [], [(1, 2), (2, 1), (3, 7)]), 1, None).sampled == []
     assert [float(blocks[i].mean()) for i in (1, 2, 3, 7)] == [2.0, 1.0, 3.0, 3.0]
@@ -121,7 +121,7 @@ def test_sizes_that_do_not_fit_are_refused(tiny_llama):
             "make_sampler": lambda vocab_size, stop_ids, device: None,
             **changes,
         }
-        return build_inline_executor(tiny_llama, **arguments)
+        return build_executor(tiny_llama, **arguments)
 
     block = 2 * 2 * 2 * 16 * 16 * 4
     built = build(kv_memory_bytes=10 * block + block // 2)

@@ -103,7 +103,7 @@ def test_reused_blocks_show_nothing_of_their_past(tiny_llama, make_harness, rand
     fresh = harness.generate(harness.request(random_prompt(21), 8))
     first = harness.request(random_prompt(50), 8)
     harness.generate(first)
-    harness.executor._runner.cache.blocks[first.block_ids] = float("nan")
+    harness.executor._rank.runner.cache.blocks[first.block_ids] = float("nan")
     harness.free = [*first.block_ids]
     assert harness.generate(harness.request(random_prompt(21), 8)) == fresh
     assert all(logits.isfinite().all() for logits in harness.sampler.calls)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from twinpool.engine.checkpoint import Checkpoint
 from twinpool.engine.errors import UnsupportedModel
-from twinpool.engine.executor import build_inline_executor
+from twinpool.engine.executor import build_executor
 from twinpool.engine.loader import Shard, Weights, load
 from twinpool.engine.model_config import ModelConfig
 
@@ -88,7 +88,7 @@ def test_broken_files_are_named(tmp_path, make_tiny_llama):
 def test_progress_ends_at_the_total(tmp_path, make_tiny_llama, make_harness):
     folder = make_tiny_llama(tmp_path, torch_dtype="bfloat16")
     calls: list[tuple[int, int]] = []
-    built = build_inline_executor(
+    built = build_executor(
         folder,
         dtype="float32",
         device=CPU,
@@ -101,8 +101,8 @@ def test_progress_ends_at_the_total(tmp_path, make_tiny_llama, make_harness):
     stored = sum(w.nbytes for w in load_file(folder / "model.safetensors").values())
     assert calls[-1] == (stored, stored)
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
-    assert built.weight_bytes == stored
-    assert built.gb_per_s > 0
+    assert built.shard.loaded.num_bytes == stored
+    assert built.shard.loaded.gb_per_s > 0
 
 
 def test_shards_are_slices_of_what_is_stored(tiny_llama):

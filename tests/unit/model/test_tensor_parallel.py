@@ -72,7 +72,7 @@ def run_rank(folder, prompt, parallel):
     request = Request(1, prompt, SamplingParams(), StopParams(1), block_ids=[3, 1, 6])
     for num_tokens in (11, len(prompt) - 11):
         scheduled = [ScheduledRequest(request, num_tokens, False)]
-        batch = build_batch(scheduled, block_size=8, num_blocks=8, vocab_size=config.vocab_size, device=CPU)
+        batch = build_batch(scheduled, block_size=8, num_blocks=8, vocab_size=config.vocab_size).on(CPU)
         hidden = runner.forward(batch)
         request.num_computed_tokens += num_tokens
     return runner.logits(hidden), runner.cache.blocks

@@ -1,0 +1,111 @@
+"""What one rank holds of a model: its weights, and the size of its KV.
+
+1. ``load_shard`` checks folder and memory and loads this rank's weights.
+2. All ranks agree on a number of blocks (``fitting_blocks``; the smallest counts), a connector allocates the region.
+3. ``rank`` joins both. The region belongs to the connector, which frees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from twinpool.engine.checkpoint import Checkpoint
+from twinpool.engine.errors import DoesNotFit, UnsupportedModel
+from twinpool.engine.kv_cache import KVCache
+from twinpool.engine.loader import Loaded, Progress, Weights, load
+from twinpool.engine.memory import GIB, available_bytes
+from twinpool.engine.model_config import ModelConfig
+from twinpool.engine.models.decoder import Decoder
+from twinpool.engine.models.registry import FAMILIES
+from twinpool.engine.parallel import ParallelContext
+from twinpool.engine.rank import Rank
+from twinpool.engine.runner import ModelRunner
+from twinpool.kernels.reference import ReferenceKernels
+from twinpool.kv_transfer.layout import DTYPES, KVLayout, RankLayout
+
+CPU_KV_BYTES = 1 << 30
+CUDA_KV_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A loaded rank; see the module."""
+
+    config: ModelConfig
+    layout: KVLayout
+    rank_layout: RankLayout
+    parallel: ParallelContext
+    device: torch.device
+    loaded: Loaded[Decoder]
+
+    def fitting_blocks(self, num_blocks: int | None, kv_memory_bytes: int | None) -> int:
+        """KV blocks, the null block included: ``num_blocks``, or what fits ``kv_memory_bytes``.
+
+        Without both, KV takes 1 GiB on CPU and 85 % of the memory that is left on a GPU.
+
+        Raises:
+            DoesNotFit: fewer than two blocks, or more than the device has left.
+        """
+        block_bytes = self.rank_layout.block_bytes
+        available = available_bytes(self.device)
+        if num_blocks is None:
+            share = CPU_KV_BYTES
+            if self.device.type == "cuda" and available is not None:
+                share = int(available * CUDA_KV_SHARE)
+            num_blocks = (share if kv_memory_bytes is None else kv_memory_bytes) // block_bytes
+        if num_blocks < 2:
+            raise DoesNotFit(f"{num_blocks} KV blocks of {block_bytes} bytes are too few; give KV more memory")
+        if available is not None and num_blocks * block_bytes > available:
+            raise DoesNotFit(
+                f"{num_blocks} KV blocks of {block_bytes} bytes take {num_blocks * block_bytes / GIB:.2f} GiB, but "
+                f"{self.device} has {available / GIB:.2f} GiB left beside the weights; lower num_blocks or "
+                "kv_memory_gib, or raise tp_size or pp_size"
+            )
+        return num_blocks
+
+    def rank(self, region: torch.Tensor) -> Rank:
+        """This rank, with a region of whole blocks."""
+        runner = ModelRunner(self.loaded.model, KVCache(region, self.rank_layout), self.device)
+        return Rank(runner, self.parallel, self.config.num_layers, self.config.hidden_size)
+
+
+def load_shard(
+    model_folder: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    block_size: int,
+    parallel: ParallelContext,
+    progress: Progress | None = None,
+) -> Shard:
+    """Loads what ``parallel`` says of a model.
+
+    ``dtype`` is a name of ``kv_transfer.layout.DTYPES`` or "auto" (the checkpoint's).
+
+    Raises:
+        UnsupportedModel: see ``ModelConfig.from_hf`` and ``loader.load``; or the model cannot be cut like this.
+        DoesNotFit: the weights are larger than the device's memory.
+    """
+    config = ModelConfig.from_hf(model_folder)
+    name = config.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
+    if parallel.pp_size > config.num_layers:
+        raise UnsupportedModel(f"pp_size {parallel.pp_size} is more than the {config.num_layers} layers of the model")
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, name)
+    rank_layout = RankLayout(layout, *parallel.layers(config.num_layers), *parallel.kv_heads(config.num_kv_heads))
+    family = FAMILIES[config.architecture]
+    kernels = ReferenceKernels(prepack=True)
+
+    def build_whole(weights: Weights) -> Decoder:
+        return family(weights, config, ParallelContext(), kernels)
+
+    def build(weights: Weights) -> Decoder:
+        return family(weights, config, parallel, kernels)
+
+    checkpoint = Checkpoint.open(model_folder)
+    loaded = load(checkpoint, build_whole, build, dtype=DTYPES[name], device=device, progress=progress)
+    return Shard(config, layout, rank_layout, parallel, device, loaded)
