@@ -1,6 +1,6 @@
 """Operators in plain torch: the specification for all others, and what runs where nothing faster exists.
 
-Attention gathers the blocks that a group of requests needs with one ``index_select`` (a memory copy per head and
+Attention gathers the blocks that a group of requests can see with one ``index_select`` (a memory copy per head and
 block), then calls SDPA. Requests with few queries (decode, draft verification) and similar lengths form one group;
 long chunks run alone, and without any gather when nothing precedes them.
 """
@@ -127,33 +127,30 @@ class _GroupedExperts:
         return output.to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What a group's queries may see: ``[B, G, blocks]`` (block, head) rows in layer 0's K, bool mask [B, 1, L, S]."""
+
+    heads: torch.Tensor
+    mask: torch.Tensor
+
+
 @dataclass(slots=True)
 class _Group:
     """B requests with L queries each, and up to S keys, padded.
 
-    ``rows`` are the query rows in batch order (None: all rows of the batch, in order); ``heads`` are indices of
-    ``[B, G, blocks]`` (block, head) rows in layer 0's K.
+    ``rows`` are the query rows in batch order (None: all rows of the batch, in order).
     """
 
     rows: torch.Tensor | None
     batch: int
     queries: int
-    heads: torch.Tensor
+    tables: torch.Tensor
+    """[B, blocks]: block ids; rows end in zeros."""
     positions: torch.Tensor
     """[B, L]: position of each query."""
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    """Allowed keys, bool [B, 1, L, S], by window."""
-
-    def mask(self, window: int | None, num_keys: int) -> torch.Tensor:
-        """Which of ``num_keys`` keys each query may see; padding lies after its position, so it never does."""
-        mask = self.masks.get(window)
-        if mask is None:
-            keys = torch.arange(num_keys, device=self.positions.device)
-            mask = keys <= self.positions[:, None, :, None]
-            if window is not None:
-                mask &= keys > self.positions[:, None, :, None] - window
-            self.masks[window] = mask
-        return mask
+    keys: dict[int | None, _Keys] = field(default_factory=dict)
+    """By window."""
 
 
 class _GatheredAttention:
@@ -190,15 +187,36 @@ class _GatheredAttention:
             index = torch.tensor(members, device=device)
             tables, seq_lens = batch.block_tables[index, :num_blocks], batch.seq_lens[index]
             rows = (batch.query_start_loc[index, None] + steps).flatten()
-        heads = torch.arange(self._num_heads, device=device)
-        stride = self._num_layers * 2 * self._num_heads
         return _Group(
             rows=rows,
             batch=len(members),
             queries=queries,
-            heads=tables[:, None, :] * stride + heads[:, None],
+            tables=tables,
             positions=seq_lens[:, None] - queries + steps,
         )
+
+    def _keys(self, group: _Group, window: int | None) -> _Keys:
+        """The blocks that ``window`` reaches; keys of other requests' length lie after a query's position, unseen."""
+        keys = group.keys.get(window)
+        if keys is not None:
+            return keys
+        tables, device = group.tables, group.tables.device
+        width, first = tables.shape[1], torch.zeros((1, 1), dtype=torch.int64, device=device)
+        if window is not None:
+            # The queries see window + queries - 1 keys, which start anywhere in a block.
+            reach = (window + group.queries + self._block_size - 3) // self._block_size + 1
+            if reach < width:
+                first = (group.positions[:, :1] - (window - 1)).clamp(min=0) // self._block_size
+                columns = (first + torch.arange(reach, device=device)).clamp(max=width - 1)
+                tables, width = tables.gather(1, columns), reach
+        positions = (first * self._block_size + torch.arange(width * self._block_size, device=device))[:, None, None]
+        mask = positions <= group.positions[:, None, :, None]
+        if window is not None:
+            mask &= positions > group.positions[:, None, :, None] - window
+        stride = self._num_layers * 2 * self._num_heads
+        heads = tables[:, None, :] * stride + torch.arange(self._num_heads, device=device)[:, None]
+        keys = group.keys[window] = _Keys(heads, mask)
+        return keys
 
     def __call__(
         self,
@@ -261,16 +279,16 @@ class _GatheredAttention:
         """Queries [B · L, H, D] over gathered keys."""
         batch, queries, num_heads = group.batch, group.queries, query.shape[1]
         shape = (batch, self._num_heads, -1, self._head_dim)
+        keys = self._keys(group, window)
         first = layer * 2 * self._num_heads
-        k = self._flat.index_select(0, (group.heads + first).flatten()).view(shape)
-        v = self._flat.index_select(0, (group.heads + (first + self._num_heads)).flatten()).view(shape)
-        mask = group.mask(window, k.shape[2])
+        k = self._flat.index_select(0, (keys.heads + first).flatten()).view(shape)
+        v = self._flat.index_select(0, (keys.heads + (first + self._num_heads)).flatten()).view(shape)
         if queries == 1:
             # The query heads that share a KV head become its queries: no key is repeated.
             q = query.view(batch, self._num_heads, num_heads // self._num_heads, self._head_dim)
-            return _attend(q, k, v, mask, scale, soft_cap).reshape(batch, num_heads, self._head_dim)
+            return _attend(q, k, v, keys.mask, scale, soft_cap).reshape(batch, num_heads, self._head_dim)
         q = query.view(batch, queries, num_heads, self._head_dim).transpose(1, 2)
-        attended = _attend(q, k, v, mask, scale, soft_cap)
+        attended = _attend(q, k, v, keys.mask, scale, soft_cap)
         return attended.transpose(1, 2).reshape(batch * queries, num_heads, self._head_dim)
 
 

@@ -81,7 +81,7 @@ MIXED = [(1, 9), (7, 7), (1, 70), (1, 1), (3, 11), (20, 45), (3, 3), (1, 130), (
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (9, 3), (4, 1)])
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("window", [None, 1, 4, 5, 6, 21, 64])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("lengths", [MIXED, [(1, 5), (1, 7)], [(6, 6)]], ids=["mixed", "decode", "prefill"])
 def test_paged_attention_is_dense_attention(heads, kv_heads, window, soft_cap, lengths):
