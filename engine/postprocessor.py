@@ -89,8 +89,7 @@ class Postprocessor:
         firsts: list[_First] = []
         for choice in wanted:
             first = by_choice[choice]
-            ending = Ending(first.finish) if first.finish is not None else None
-            firsts.append(_First(choice, first.token_id, ending, first.logprob))
+            firsts.append(_First(choice, first.token_id, self._ended_there(request, first), first.logprob))
         request.first_token_at = now
         self._say(request, firsts)
         try:
@@ -172,6 +171,13 @@ class Postprocessor:
     def _append_first(self, request: Request, token_id: int) -> None:
         request.output_ids.append(token_id)
         self._accept(request, token_id)
+
+    def _ended_there(self, request: Request, first: FirstToken) -> Ending | None:
+        """The ending that prefill decided, with the stop token that did it, if one did."""
+        if first.finish is None:
+            return None
+        here = self._rules.check(request.stop, first.token_id, len(request.output_ids) + 1, request.num_tokens + 1)
+        return here if here is not None and here.reason is first.finish else Ending(first.finish)
 
     def _ending(self, request: Request, token_id: int, num_outputs: int, num_tokens: int) -> Ending | None:
         """Whether ``token_id`` ends the choice, by a stop rule or by completing its constraint; counts include it."""
