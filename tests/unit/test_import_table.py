@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"twinpool.config", "twinpool.errors", "twinpool.logs", "twinpool.metrics", "twinpool.rpc"}
+SHARED = {"twinpool.config", "twinpool.errors", "twinpool.rpc"}
 ROLE = SHARED | {"twinpool.worker", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"}
 # Folder -> what it may import of ours (prefixes), besides itself.
 ALLOWED = {

@@ -192,12 +192,13 @@ def _pools(config: Config) -> str:
 
 def _welcome(started: Deployment) -> str:
     name = started.config.model.name
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'
     token = started.config.session.token
     header = ' -H "Authorization: Bearer $TWINPOOL_SESSION__TOKEN"' if token else ""
     argument = ", token=os.environ['TWINPOOL_SESSION__TOKEN']" if token else ""
     imports = "os, twinpool" if token else "twinpool"
-    code = f"import {imports}; print(twinpool.Client('{started.grpc_address}'{argument}).chat('{QUESTION}').text)"
+    client = f"twinpool.Client('{started.grpc_address}'{argument})"
+    code = f"import {imports}; print({client}.chat('{QUESTION}', temperature=0).text)"
     return f"""
 Ready after {started.ready_s:.1f} s: {_pools(started.config)}
   gRPC  {started.grpc_address}
@@ -206,7 +207,7 @@ Ready after {started.ready_s:.1f} s: {_pools(started.config)}
 Ask it:
   curl -s {started.http_url}/v1/chat/completions -H "Content-Type: application/json"{header} -d {shlex.quote(body)}
   {shlex.quote(sys.executable)} -c "{code}"
-  {_command()} chat --address {started.grpc_address}
+  {_command()} chat --address {started.grpc_address} --temperature 0 {shlex.quote(QUESTION)}
   {_command()} status --address {started.grpc_address}
 
 Ctrl-C drains and stops it."""
