@@ -21,7 +21,7 @@ from twinpool.decode_worker.policy import DecodePolicy
 from twinpool.decode_worker.translate import first_token
 from twinpool.engine import commands
 from twinpool.engine.core import Engine, EngineConfig
-from twinpool.engine.executor import BuiltExecutor, build_inline_executor
+from twinpool.engine.executor import BuiltExecutor, build_executor
 from twinpool.engine.grammar import LLGuidanceGrammars
 from twinpool.engine.no_exchange import NoExports, NoImports
 from twinpool.engine.ports import OutputSink, RequestFailure, Speculation, StepOutputs
@@ -67,7 +67,7 @@ class Pool:
     @classmethod
     def load(cls, folder: Path, block_size: int, num_blocks: int) -> Pool:
         connector = LocalConnector()
-        built = build_inline_executor(
+        built = build_executor(
             folder,
             dtype="float32",
             device=CPU,
@@ -178,9 +178,9 @@ class Pair:
         clock = lambda: self.now  # noqa: E731 - one expression, used five times
         config = EngineConfig(
             max_model_len=decode.built.max_model_len,
-            vocab_size=decode.built.vocab_size,
+            vocab_size=decode.built.config.vocab_size,
             revision=revision,
-            eos_token_ids=decode.built.eos_ids,
+            eos_token_ids=decode.built.config.eos_ids,
             block_size=decode.built.layout.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

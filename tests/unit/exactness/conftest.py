@@ -32,10 +32,9 @@ def pool(tiny_llama: Path) -> Iterator[MakePool]:
 @pytest.fixture(scope="session")
 def grammars(tiny_llama: Path, pool: MakePool) -> Iterator[Mapping[str, Grammars]]:
     """Constraints for both engines of a pair."""
-    built = pool(4, 400, "decode").built
-    both = {
-        role: Grammars(tiny_llama / "tokenizer.json", built.vocab_size, built.eos_ids) for role in ("prefill", "decode")
-    }
+    config = pool(4, 400, "decode").built.config
+    tokenizer = tiny_llama / "tokenizer.json"
+    both = {role: Grammars(tokenizer, config.vocab_size, config.eos_ids) for role in ("prefill", "decode")}
     yield both
     for item in both.values():
         assert len(item) == 0, "a matcher was not released"
