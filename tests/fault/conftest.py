@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from clusters import Cluster
 
 PACE = {"session.report_interval_s": 0.1, "session.suspect_after_s": 0.5, "session.dead_after_s": 1.5}
@@ -42,8 +43,8 @@ def running_farm(tmp_path_factory: pytest.TempPathFactory, long_llama: Path) -> 
 
 
 @pytest.fixture
-async def farm(running_farm: Cluster) -> AsyncIterator[Cluster]:
+async def farm(running_farm: Cluster) -> Cluster:
     """The shared deployment, whole: every worker alive and linked, everything free. ``overrides`` are reset."""
     running_farm.overrides.clear()
     await running_farm.heal()
-    yield running_farm
+    return running_farm

@@ -5,35 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from load import all_kinds, check_all_same, check_same, prompt
+
 from clusters import Cluster
-from load import KINDS, check_same, prompt, stream
-
-from twinpool import AsyncClient
-from twinpool.results import Completion
-
-STREAMS = [(name, prompt(seed, 40 + 37 * seed)) for seed, name in enumerate([*KINDS, *KINDS])]
-
-
-async def answers(client: AsyncClient, max_tokens: int, **first: Any) -> list[Completion]:
-    """All streams at once; ``first`` are arguments of the first one (when to act, and how)."""
-
-    def one(number: int, name: str, ids: list[int]) -> Any:
-        extra = first if number == 0 else {}
-        return stream(client, ids, max_tokens=max_tokens, ignore_eos=True, **KINDS[name], **extra)
-
-    return await asyncio.gather(*(one(number, name, ids) for number, (name, ids) in enumerate(STREAMS)))
 
 
 async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -> None:
     async with farm.client() as client:
-        wanted = await answers(client, 300)
+        wanted = await all_kinds(client, 300)
 
         async def kill() -> None:
             farm.kill("decode-0")
 
-        got = await answers(client, 300, after=60, then=kill)
-        for mine, theirs in zip(got, wanted, strict=True):
-            check_same(mine, theirs)
+        got = await all_kinds(client, 300, after=60, then=kill)
+        check_all_same(got, wanted)
         assert sum(answer.usage.redispatches for answer in got) > 0
         assert {answer.decode_worker for answer in got if answer.usage.redispatches} == {"decode-1"}
         await farm.all_free()
@@ -45,9 +30,7 @@ async def test_prefill_worker_dies_while_it_computes_and_while_decode_reads(farm
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0}
     async with farm.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
-        running = [
-            asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts
-        ]
+        running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
         await farm.until(lambda status: any(w.worker_id == "prefill-0" and w.running for w in status.workers))
         farm.kill("prefill-0")
         got = await asyncio.gather(*running)
@@ -61,7 +44,7 @@ async def test_prefill_worker_dies_while_it_computes_and_while_decode_reads(farm
 async def test_prefill_workers_die_once_the_kv_is_read(farm: Cluster) -> None:
     """Streams do not notice; and while no prefill worker is left, they can still be continued on decode."""
     async with farm.client() as client:
-        wanted = await answers(client, 400)
+        wanted = await all_kinds(client, 400)
         undisturbed = asyncio.Event()
 
         async def kill() -> None:
@@ -70,9 +53,8 @@ async def test_prefill_workers_die_once_the_kv_is_read(farm: Cluster) -> None:
             farm.kill("prefill-1")
             undisturbed.set()
 
-        got = await answers(client, 400, after=30, then=kill)
+        got = await all_kinds(client, 400, after=30, then=kill)
         assert undisturbed.is_set()
-        for mine, theirs in zip(got, wanted, strict=True):
-            check_same(mine, theirs)
-            assert mine.usage.redispatches == 0
+        check_all_same(got, wanted)
+        assert not any(answer.usage.redispatches for answer in got)
         await farm.all_free()

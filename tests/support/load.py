@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.0, "logprobs": 3},
     "two choices": {"temperature": 1.0, "seed": 11, "n": 2},
 }
+
+STREAM_KINDS = [*KINDS, *KINDS]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -59,3 +62,19 @@ async def stream(
                 await action()
     return answer.result
 
+
+async def all_kinds(client: AsyncClient, max_tokens: int, **first: Any) -> list[Completion]:
+    """Ten streams at once, each kind twice; ``first`` are arguments of the first one (when to act, and how)."""
+
+    def one(number: int, kind: str) -> Awaitable[Completion]:
+        extra = first if number == 0 else {}
+        ids = prompt(number, 40 + 37 * number)
+        return stream(client, ids, max_tokens=max_tokens, ignore_eos=True, **KINDS[kind], **extra)
+
+    return await asyncio.gather(*(one(number, kind) for number, kind in enumerate(STREAM_KINDS)))
+
+
+def check_all_same(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    """``check_same`` for each pair."""
+    for mine, theirs in zip(got, wanted, strict=True):
+        check_same(mine, theirs)

@@ -1,0 +1,69 @@
+"""Workers that stand still (SIGSTOP) look alive to the network: silence ends them, and what they owned is fenced."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+from load import all_kinds, check_all_same, prompt
+
+from clusters import Cluster, is_free
+from twinpool.results import Status, WorkerStatus
+
+
+def named(status: Status, name: str) -> WorkerStatus | None:
+    return next((worker for worker in status.workers if worker.worker_id == name), None)
+
+
+async def test_decode_worker_hangs_and_comes_back(farm: Cluster) -> None:
+    async with farm.client() as client:
+        wanted = await all_kinds(client, 300)
+
+        async def stop() -> None:
+            farm.signal("decode-0", signal.SIGSTOP)
+
+        got = await all_kinds(client, 300, after=60, then=stop)
+        check_all_same(got, wanted)
+        assert sum(answer.usage.redispatches for answer in got) > 0
+        # Prefill workers have seen the silence too: nothing is held for the one that stands still.
+        await farm.all_free()
+        farm.signal("decode-0", signal.SIGCONT)
+
+        def back(status: Status) -> bool:
+            worker = named(status, "decode-0")
+            return worker is not None and worker.state == "alive" and is_free(status)
+
+        # It aborts what it ran when it was stopped, and serves again without a restart.
+        await farm.until(back, 20.0)
+
+
+async def test_prefill_worker_hangs_while_decode_reads(farm: Cluster) -> None:
+    prompts = [prompt(number, 2400) for number in range(41, 47)]
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    async with farm.client() as client:
+        wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
+        running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
+        # Decode reads the first chunks while the rest is computed.
+        await farm.until(
+            lambda status: (
+                any(w.worker_id == "prefill-0" and w.running for w in status.workers)
+                and any(worker.loading for worker in status.workers)
+            )
+        )
+        farm.signal("prefill-0", signal.SIGSTOP)
+        got = await asyncio.gather(*running)
+        check_all_same(got, wanted)
+        assert sum(answer.usage.redispatches for answer in got) > 0
+        # Its reads are fenced, so the destinations are free although it never answered.
+        status = await farm.all_free()
+        assert all(worker.state == "alive" for worker in status.workers if worker.role == "decode")
+        farm.signal("prefill-0", signal.SIGCONT)
+
+        def back(status: Status) -> bool:
+            links = [link for w in status.workers for link in w.links if link.prefill_worker == "prefill-0"]
+            return len(links) == 2 and all(link.linked for link in links) and is_free(status)
+
+        await farm.until(back, 20.0)
+        again = [await client.generate(ids, cache_salt="after", **options) for ids in prompts[:2]]
+        check_all_same(again, wanted[:2])
