@@ -11,8 +11,11 @@ import pytest
 
 from clusters import Cluster
 
-PACE = {"session.report_interval_s": 0.1, "session.suspect_after_s": 0.5, "session.dead_after_s": 1.5}
-"""Quick enough for tests, slow enough for a busy machine."""
+
+@pytest.fixture(scope="session")
+def pace() -> dict[str, object]:
+    """Leases quick enough for tests, slow enough for a busy machine."""
+    return {"session.report_interval_s": 0.1, "session.suspect_after_s": 0.5, "session.dead_after_s": 1.5}
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +26,11 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory, make_tiny_llama: Any) -
 
 
 @pytest.fixture(scope="session")
-def running_farm(tmp_path_factory: pytest.TempPathFactory, long_llama: Path) -> Iterator[Cluster]:
+def running_farm(
+    tmp_path_factory: pytest.TempPathFactory, long_llama: Path, pace: dict[str, object]
+) -> Iterator[Cluster]:
     settings: dict[str, object] = {
-        **PACE,
+        **pace,
         "model.dtype": "float32",
         "prefill.engine.prefill_chunk": 64,
         "prefill.engine.num_blocks": 900,
