@@ -18,6 +18,7 @@ class OutputCollector:
         self._outputs: dict[tuple[int, int], RequestOutput] = {}
         self._failures: list[RequestFailure] = []
         self._loaded: list[tuple[int, int]] = []
+        self._ended: list[tuple[int, int]] = []
 
     def tokens(
         self,
@@ -59,6 +60,10 @@ class OutputCollector:
         """The attempt's remote KV is confirmed."""
         self._loaded.append((request.origin, request.attempt_id))
 
+    def ended(self, request: Request) -> None:
+        """The attempt ended, and its outputs come from the prefill worker."""
+        self._ended.append((request.origin, request.attempt_id))
+
     def forget(self, attempt_id: int) -> None:
         """Takes back what the step said of an attempt that was cancelled."""
         self._outputs = {key: output for key, output in self._outputs.items() if key[0] != attempt_id}
@@ -66,16 +71,18 @@ class OutputCollector:
 
     def take(self, step: int, cache: CacheEvents) -> StepOutputs | None:
         """Hands everything over, with the cache's changes; None if there is nothing to say."""
-        if not (self._outputs or self._failures or self._loaded or cache.stored or cache.removed or cache.reset):
+        said = self._outputs or self._failures or self._loaded or self._ended
+        if not (said or cache.stored or cache.removed or cache.reset):
             return None
         outputs = StepOutputs(
             step=step,
             outputs=list(self._outputs.values()),
             failures=self._failures,
             loaded=self._loaded,
+            ended=self._ended,
             stored_hashes=cache.stored,
             removed_hashes=cache.removed,
             cache_reset=cache.reset,
         )
-        self._outputs, self._failures, self._loaded = {}, [], []
+        self._outputs, self._failures, self._loaded, self._ended = {}, [], [], []
         return outputs

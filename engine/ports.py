@@ -49,12 +49,17 @@ class RequestFailure:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """Everything one engine step has to say. ``loaded`` holds (origin, attempt_id) of confirmed copies."""
+    """Everything one engine step has to say.
+
+    ``loaded`` holds (origin, attempt_id) of confirmed copies, ``ended`` of attempts that ended without a word here: the
+    prefill worker says it all.
+    """
 
     step: int
     outputs: list[RequestOutput] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
     loaded: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[tuple[int, int]] = field(default_factory=list)
     stored_hashes: list[bytes] = field(default_factory=list)
     removed_hashes: list[bytes] = field(default_factory=list)
     cache_reset: bool = False

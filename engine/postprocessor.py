@@ -103,7 +103,7 @@ class Postprocessor:
             request.stats.computed_tokens += entry.num_tokens
         if request.num_computed_tokens == 0:
             request.prompt_logprobs = []
-        if not request.output_ids:
+        if request.num_new_outputs == 0:
             request.prompt_logprobs += sampled.prompt_logprobs
         self._scheduler.advance(entry, len(sampled.token_ids))
         if not entry.samples:

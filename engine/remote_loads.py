@@ -43,6 +43,7 @@ class RemoteLoads:
             case RemoteReadable() if request is not None:
                 self._scheduler.unblock(request, Blocker.REMOTE_KV)
             case RemoteFinished() if request is not None:
+                self._outputs.ended(request)
                 self._attempts.abort(request.attempt_id, "finished on prefill", now, exchange_ended=True)
             case RemoteLost() if request is not None:
                 self._outputs.fail(request, command.code, command.reason)

@@ -292,7 +292,7 @@ class Scheduler:
             hits = self.tables.match(request, request.num_tokens // block_size)
             num, reserve = 0, request.num_tokens
         else:
-            skip = request.sampling.prompt_logprobs is not None and not request.output_ids
+            skip = request.sampling.prompt_logprobs is not None and request.num_new_outputs == 0
             hits = [] if skip else self.tables.match(request, (request.num_tokens - 1) // block_size)
             left = request.num_tokens - len(hits) * block_size
             num = min(left, self._config.prefill_chunk, budget.tokens, budget.prompt)

@@ -11,7 +11,8 @@ Life cycle of a hold:
    - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is
      called and the engine frees the blocks.
    - ``Abandon``, the end of the peer's session, or silence (``open_timeout_s`` from ``begin`` without Open,
-     ``hold_timeout_s`` from Open, the last segment or Final without Done): HELD to REVOKED; ``ended`` is called.
+     ``hold_timeout_s`` from Open or Final, the later one, without Done): HELD to REVOKED; ``ended`` is called. While
+     the prompt is computed a peer that has joined waits as long as it takes: request deadline and session bound that.
    - ``revoke`` (engine): HELD to REVOKED; ``ended`` is not called: the caller frees.
    - ``final`` in which every choice finished: nothing is worth confirming, so the engine frees the blocks at once and
      ``ended`` is not called. The Final itself is kept for a peer that opens late, for ``open_timeout_s``.
@@ -29,6 +30,7 @@ order of one exchange's messages is the order of events: they must only enqueue,
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -116,8 +118,6 @@ class HoldTable:
             hold = self._holds.get(transfer_id)
             if hold is None or hold.state is not HoldState.HELD:
                 return
-            if hold.peer is not None:
-                self._extend(hold)
             if event.query():
                 hold.unsent.append(segment)
                 self._flush(hold)
@@ -229,7 +229,7 @@ class HoldTable:
                         next_time = _earlier(next_time, now + PUMP_INTERVAL_S)
                 if hold.deadline <= now:
                     self._expire(hold)
-                else:
+                elif hold.deadline < math.inf:
                     next_time = _earlier(next_time, hold.deadline)
             for transfer_id, (deadline, _) in list(self._tombstones.items()):
                 if deadline > now:
@@ -276,9 +276,13 @@ class HoldTable:
         self._flush(hold)
 
     def _extend(self, hold: Hold) -> None:
-        """Starts the deadline anew: for a peer to come, or once it is there, for prefill and peer to go on."""
-        limits = self._limits
-        hold.deadline = self._clock() + (limits.open_timeout_s if hold.peer is None else limits.hold_timeout_s)
+        """Starts the deadline anew: for a peer to come, or for the one that is there to read what was computed."""
+        if hold.peer is None:
+            hold.deadline = self._clock() + self._limits.open_timeout_s
+        elif hold.final is None:
+            hold.deadline = math.inf
+        else:
+            hold.deadline = self._clock() + self._limits.hold_timeout_s
 
     def _leave(self, peer: str, message: Done | Abandon) -> None:
         transfer_id = message.transfer_id

@@ -96,7 +96,7 @@ def submission_for(attempt: Attempt, request: ResolvedRequest, first: Choice, re
 
     Output of earlier attempts goes along only when one choice is asked for: choices are continued one by one.
     """
-    has_prompt_logprobs = first.prompt_logprobs_seen >= len(request.prompt_ids) - 1
+    prompt_logprobs = request.prompt_logprobs if first.owes_prompt_logprobs else None
     return Submission(
         attempt_id=attempt.attempt_id,
         request_id=request.request_id,
@@ -108,7 +108,7 @@ def submission_for(attempt: Attempt, request: ResolvedRequest, first: Choice, re
         stopping=request.stopping,
         constraint=request.constraint,
         logprobs=request.logprobs,
-        prompt_logprobs=None if has_prompt_logprobs else request.prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
         priority=request.priority,
         cache_salt=request.cache_salt,
         deadline_s=max(remaining_s, 0.001),

@@ -65,6 +65,13 @@ class Choice:
         self.pending.prompt_logprobs.extend(new)
         self.prompt_logprobs_seen += len(new)
 
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether the client still waits for log probabilities of the prompt; they come with the first choice alone."""
+        request = self._request
+        wanted = request.prompt_logprobs is not None and self.index == 0
+        return wanted and self.prompt_logprobs_seen < len(request.prompt_ids) - 1
+
     def finish_if_complete(self) -> bool:
         """Ends the choice when its tokens alone say that it is complete; checked before a new attempt."""
         stopping = self._request.stopping

@@ -253,7 +253,7 @@ class Flow:
             attempt.cancel()
 
     def _on_failed(self, attempt: Attempt, role: Role, failure: Failure) -> None:
-        if attempt.ended or self._is_over(attempt) or (role == "prefill" and attempt.loaded):
+        if attempt.ended or self._is_over(attempt) or (role == "prefill" and self._needs_no_prefill(attempt)):
             return
         session = attempt.prefill if role == "prefill" else attempt.decode
         name = session.address if session is not None else role
@@ -274,11 +274,15 @@ class Flow:
         self._retry(attempt, failure.code.value, f"{name}: {failure.message}")
 
     def _on_lost(self, attempt: Attempt, role: Role, reason: str) -> None:
-        if attempt.ended or self._is_over(attempt) or (role == "prefill" and attempt.loaded):
+        if attempt.ended or self._is_over(attempt) or (role == "prefill" and self._needs_no_prefill(attempt)):
             return
         if role == "decode" or not attempt.prefilled.issuperset(attempt.choices):
             self._ledger.crashed(attempt.choices)  # it was running the request when it went
         self._retry(attempt, "worker_lost", reason)
+
+    def _needs_no_prefill(self, attempt: Attempt) -> bool:
+        """Whether decode has the KV, and the client the prompt's log probabilities, which come from prefill alone."""
+        return attempt.loaded and not any(self._choices[index].owes_prompt_logprobs for index in attempt.choices)
 
     def _is_over(self, attempt: Attempt) -> bool:
         return all(self._choices[choice].finish is not None for choice in attempt.choices)

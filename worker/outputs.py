@@ -16,6 +16,8 @@ from twinpool.rpc import Outbox
 from twinpool.worker.translate import FAILURE_TO_PROTO, failure_to_proto, logprobs_to_proto, output_to_proto
 
 PROMPT_LOGPROBS_PER_MESSAGE = 128
+STEP_BYTES = 48 << 10
+"""Outputs that would make a step's message larger go into another one: messages stay under 64 KiB."""
 HASHES_PER_MESSAGE = 4096
 
 SessionOutbox = Outbox[worker_pb2.SessionResponse]
@@ -32,13 +34,17 @@ class Mailbox:
     def add_outputs(self, step: int, outputs: list[RequestOutput], final_on_first: bool) -> None:
         """Queues one step's outputs. ``final_on_first``: a token without finish also ends the choice (prefill)."""
         last = self.outbox.last_data
-        if last is None or last.WhichOneof("message") != "step":
-            last = worker_pb2.SessionResponse(step=worker_pb2.StepOutput())
-            self.outbox.put(last)
+        size = 0 if last is None else last.ByteSize()
+        if last is None or last.WhichOneof("message") != "step" or size > STEP_BYTES:
+            last, size = self._new_step(), 0
         last.step.step = step
         known = {(output.attempt_id, output.choice): output for output in last.step.outputs}
         for output in outputs:
             message = output_to_proto(output)
+            size += message.ByteSize() if output.logprobs else 128 + 5 * len(output.token_ids)
+            if size > STEP_BYTES:
+                last, size, known = self._new_step(), 0, {}
+                last.step.step = step
             earlier = known.get((output.attempt_id, output.choice))
             if earlier is not None and earlier.index + len(earlier.token_ids) == message.index:
                 message.index = earlier.index
@@ -49,6 +55,11 @@ class Mailbox:
                 self._add_prompt_logprobs(step, output)
             if output.finish is not None or (final_on_first and output.token_ids):
                 self.end_choice(output.attempt_id)
+
+    def _new_step(self) -> worker_pb2.SessionResponse:
+        message = worker_pb2.SessionResponse(step=worker_pb2.StepOutput())
+        self.outbox.put(message)
+        return message
 
     def _add_prompt_logprobs(self, step: int, output: RequestOutput) -> None:
         for start in range(0, len(output.prompt_logprobs), PROMPT_LOGPROBS_PER_MESSAGE):
@@ -118,6 +129,9 @@ class OutputFan:
         for origin, group in by_origin.items():
             if mailbox := self._mailboxes.get(origin):
                 mailbox.add_outputs(outputs.step, group, self._final_on_first)
+        for origin, attempt_id in outputs.ended:
+            if mailbox := self._mailboxes.get(origin):
+                mailbox.unfinished.pop(attempt_id, None)
         for failure in outputs.failures:
             if mailbox := self._mailboxes.get(failure.origin):
                 mailbox.unfinished.pop(failure.attempt_id, None)

@@ -196,13 +196,21 @@ def test_a_hold_that_is_not_read_ends(world: World) -> None:
     assert not world.holds.active
 
 
-def test_a_long_prefill_that_goes_on_is_no_silence(world: World) -> None:
-    world.holds.receive("d", Open(1))
+@pytest.mark.parametrize("opened_late", [False, True])
+def test_a_long_prefill_is_no_silence(world: World, opened_late: bool) -> None:
+    """One chunk may take longer than a hold may last; and an idle wait asks for no poll."""
+    if not opened_late:
+        world.holds.receive("d", Open(1))
     world.holds.begin(1, 2)
+    world.holds.receive("d", Open(1))
     for layer in range(8):
-        world.later(50)
+        assert world.later(5000) is None
         world.holds.announce(1, 0, [4, 5], layer, layer + 1, Event())
     assert world.ended == []
+    world.holds.final(1, 7, [FIRST])
+    assert world.later(59) == world.now + 1
+    world.later(1)
+    assert world.ended == [1]
 
 
 @pytest.mark.parametrize("how", ["abandon", "session"])
