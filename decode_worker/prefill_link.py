@@ -60,6 +60,7 @@ class PrefillLink:
         self._section = section
         self._outbox: rpc.Outbox[kv_pb2.SessionRequest] = rpc.Outbox()
         self._state = worker_pb2.Linked(worker_id=peer.worker_id, epoch=peer.epoch, error="connecting")
+        self._given_up = ""
         self._task = asyncio.create_task(self._run(), name=f"kv-link-{peer.worker_id}")
 
     @property
@@ -80,6 +81,7 @@ class PrefillLink:
 
     def broken(self, reason: str) -> None:
         """The table gave the link up: the session starts over."""
+        self._given_up = reason
         self._fail(reason)
         self._outbox.close()
 
@@ -104,6 +106,7 @@ class PrefillLink:
                 reason = rpc.error_from_rpc(error).message
             except TwinpoolError as error:
                 reason = error.message
+            reason = self._given_up or reason  # the end of the session is only what follows
             if self._state.linked:
                 backoff = 0.05
             if self._state.linked or reason != self._state.error:
@@ -113,6 +116,7 @@ class PrefillLink:
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _session(self) -> None:
+        self._given_up = ""
         self._outbox = rpc.Outbox()
         self._outbox.put_control(kv_pb2.SessionRequest(hello=self._identity.to_proto()))
         async with rpc.channel(self.peer.kv_address, self._section.token) as channel:
