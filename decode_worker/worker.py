@@ -125,6 +125,9 @@ class DecodeWorker:
         """See ``worker.session.Attempts``."""
         stats = self._table.stats
         report = load_to_report(self.engine.load(), stats.open_exchanges, stats.quarantined_blocks, self._draining)
+        report.totals.transfers, report.totals.transfers_lost = stats.loaded, stats.lost
+        report.totals.transfer_bytes = stats.read_bytes
+        report.totals.transfer_s, report.totals.exposed_transfer_s = stats.transfer_s, stats.exposed_transfer_s
         report.links.extend(link.state for link in self._links.values())
         return report
 

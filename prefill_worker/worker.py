@@ -149,7 +149,10 @@ class PrefillWorker:
 
     def report(self) -> worker_pb2.Report:
         """See ``worker.session.Attempts``."""
-        return load_to_report(self.engine.load(), self._holds.stats.open, 0, self._draining)
+        stats = self._holds.stats
+        report = load_to_report(self.engine.load(), stats.open, 0, self._draining)
+        report.totals.holds_released, report.totals.holds_revoked = stats.released, stats.revoked
+        return report
 
     def info(self) -> worker_pb2.WorkerInfo:
         """See ``worker.session.Attempts``."""

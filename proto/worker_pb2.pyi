@@ -186,7 +186,7 @@ class Drain(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("steps", "running", "waiting", "loading", "held", "free_blocks", "queued_tokens", "open_exchanges", "quarantined_blocks", "draining", "links")
+    __slots__ = ("steps", "running", "waiting", "loading", "held", "free_blocks", "queued_tokens", "open_exchanges", "quarantined_blocks", "draining", "links", "totals")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,7 @@ class Report(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     running: int
     waiting: int
@@ -209,7 +210,28 @@ class Report(_message.Message):
     quarantined_blocks: int
     draining: bool
     links: _containers.RepeatedCompositeFieldContainer[Linked]
-    def __init__(self, steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., free_blocks: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., open_exchanges: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[Linked, _Mapping]]] = ...) -> None: ...
+    totals: Totals
+    def __init__(self, steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., free_blocks: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., open_exchanges: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[Linked, _Mapping]]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("transfers", "transfers_lost", "transfer_bytes", "transfer_s", "exposed_transfer_s", "holds_released", "holds_revoked", "preemptions")
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_LOST_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_REVOKED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    transfers: int
+    transfers_lost: int
+    transfer_bytes: int
+    transfer_s: float
+    exposed_transfer_s: float
+    holds_released: int
+    holds_revoked: int
+    preemptions: int
+    def __init__(self, transfers: _Optional[int] = ..., transfers_lost: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., holds_released: _Optional[int] = ..., holds_revoked: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Linked(_message.Message):
     __slots__ = ("worker_id", "epoch", "linked", "transport", "gigabytes_per_second", "error")

@@ -32,6 +32,7 @@ from twinpool.router.metrics import RouterMetrics
 from twinpool.router.policy import CostModel
 from twinpool.router.registry import Registry
 from twinpool.router.text import ModelText
+from twinpool.router.worker_metrics import WorkerMetrics
 from twinpool.rpc import RpcServer, Servicer
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Router:
         """
         text = ModelText.load(model_folder)
         registry, metrics = Registry(config), RouterMetrics()
+        metrics.registry.register(WorkerMetrics(registry))
         admission = Admission(config.router.max_queued)
         context = FlowContext(config.router, registry, text, metrics, CostModel())
         intake = Intake(context, admission)

@@ -66,6 +66,20 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of a worker since its start; see ``Totals`` in worker.proto."""
+
+    transfers: int = 0
+    transfers_lost: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_transfer_s: float = 0.0
+    holds_released: int = 0
+    holds_revoked: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Load of a worker at one moment."""
 
@@ -80,6 +94,7 @@ class Report:
     quarantined_blocks: int = 0
     draining: bool = False
     links: tuple[LinkReport, ...] = ()
+    totals: Totals = Totals()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from twinpool.router.messages import (
     Stats,
     Submission,
     TokenLogprob,
+    Totals,
     WorkerInfo,
 )
 
@@ -83,6 +84,16 @@ def report(message: worker_pb2.Report) -> Report:
         quarantined_blocks=message.quarantined_blocks,
         draining=message.draining,
         links=links,
+        totals=Totals(
+            transfers=message.totals.transfers,
+            transfers_lost=message.totals.transfers_lost,
+            transfer_bytes=message.totals.transfer_bytes,
+            transfer_s=message.totals.transfer_s,
+            exposed_transfer_s=message.totals.exposed_transfer_s,
+            holds_released=message.totals.holds_released,
+            holds_revoked=message.totals.holds_revoked,
+            preemptions=message.totals.preemptions,
+        ),
     )
 
 

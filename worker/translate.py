@@ -158,4 +158,5 @@ def load_to_report(load: EngineLoad, open_exchanges: int, quarantined: int, drai
         open_exchanges=open_exchanges,
         quarantined_blocks=quarantined,
         draining=draining,
+        totals=worker_pb2.Totals(preemptions=load.preemptions),
     )

@@ -5,9 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 from load import all_kinds, check_all_same, check_same, prompt
 
 from clusters import Cluster
+
+
+async def metrics(cluster: Cluster) -> dict[str, float]:
+    """What the router's scrape shows, by name and labels."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        text = (await http.get(f"http://127.0.0.1:{cluster.http_port}/metrics")).text
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
 
 
 async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -> None:
@@ -22,6 +31,17 @@ async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -
         assert sum(answer.usage.redispatches for answer in got) > 0
         assert {answer.decode_worker for answer in got if answer.usage.redispatches} == {"decode-1"}
         await farm.all_free()
+        found = await metrics(farm)
+        assert found['twinpool_router_redispatches_total{reason="worker_lost"}'] > 0
+        assert found['twinpool_worker_up{role="decode",worker="decode-0"}'] == 0
+        decode = '{role="decode",worker="decode-1"}'
+        assert found[f"twinpool_worker_transfer_bytes_total{decode}"] > 0
+        assert found[f"twinpool_worker_transfer_seconds_total{decode}"] > 0
+        assert found[f"twinpool_worker_quarantined_blocks{decode}"] == 0
+        assert found['twinpool_worker_transfers_total{outcome="confirmed",worker="decode-1"}'] >= len(got) / 2
+        released = [value for name, value in found.items() if 'holds_total{outcome="released"' in name]
+        assert len(released) == 2
+        assert sum(released) >= found['twinpool_worker_transfers_total{outcome="confirmed",worker="decode-1"}']
 
 
 async def test_prefill_worker_dies_while_it_computes_and_while_decode_reads(farm: Cluster) -> None:
