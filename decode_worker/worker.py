@@ -169,6 +169,10 @@ class DecodeWorker:
                         event.exposed_transfer_s,
                         event.transfer_bytes,
                         event.transport,
+                        event.read_s,
+                        event.sample_s,
+                        event.confirm_s,
+                        event.confirmed_at,
                     )
                 )
             case Finished(transfer_id):

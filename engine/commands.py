@@ -47,7 +47,10 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class RemoteLoaded:
-    """Decode: the copy is confirmed; only now are blocks hashed and used. Also sent on a full hit (nothing read)."""
+    """Decode: the copy is confirmed; only now are blocks hashed and used. Also sent on a full hit (nothing read).
+
+    Durations as in ``RequestStats``; ``confirmed_at`` is on the engine's clock, None if nobody knows.
+    """
 
     transfer_id: int
     first_tokens: tuple[FirstToken, ...]
@@ -55,6 +58,10 @@ class RemoteLoaded:
     exposed_transfer_s: float
     transfer_bytes: int
     transport: str
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    confirm_s: float = 0.0
+    confirmed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

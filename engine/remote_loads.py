@@ -64,6 +64,8 @@ class RemoteLoads:
         stats.exposed_transfer_s = command.exposed_transfer_s
         stats.transfer_bytes = command.transfer_bytes
         stats.transport = command.transport
+        stats.read_s, stats.sample_s, stats.confirm_s = command.read_s, command.sample_s, command.confirm_s
+        request.confirmed_at = command.confirmed_at
         self._scheduler.loaded(request, now)
         self._outputs.loaded(request)
         try:

@@ -117,6 +117,10 @@ class RequestStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    confirm_s: float = 0.0
+    schedule_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +162,8 @@ class Request:
     """Engine-clock time when it first got blocks."""
     first_token_at: float | None = None
     """Engine-clock time of its first token here."""
+    confirmed_at: float | None = None
+    """Engine-clock time when its remote KV was confirmed; None again once a step has used it."""
     last_step: int = 0
     """Last launched step that writes its blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -197,6 +203,13 @@ class Request:
         """Tokens ``[start, end)`` of prompt + output."""
         n = len(self.prompt_ids)
         return [*self.prompt_ids[start : min(end, n)], *self.output_ids[max(start - n, 0) : max(end - n, 0)]]
+
+    def launched(self, step: int, now: float) -> None:
+        """A step that writes its blocks starts."""
+        self.last_step = step
+        if self.confirmed_at is not None:
+            self.stats.schedule_s = now - self.confirmed_at
+            self.confirmed_at = None
 
     def set_state(self, state: RequestState, now: float) -> None:
         """The only way to change state.

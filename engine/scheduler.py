@@ -117,7 +117,7 @@ class Scheduler:
                 self._continue(request, budget, chosen, now)
         if not self.preempted_last:
             self._admit(budget, chosen, now)
-        return self._launch(chosen)
+        return self._launch(chosen, now)
 
     def advance(self, entry: ScheduledRequest, num_sampled: int) -> None:
         """Counts what a step computed for one request; rejected drafts are taken back."""
@@ -352,7 +352,7 @@ class Scheduler:
         else:
             self.tables.pool.free(blocks)
 
-    def _launch(self, chosen: dict[Request, ScheduledRequest]) -> StepPlan:
+    def _launch(self, chosen: dict[Request, ScheduledRequest], now: float) -> StepPlan:
         pool = self.tables.pool
         alive = [copy for copy in self._copies if pool.references(copy[1]) > 1]
         for copy in self._copies:
@@ -367,7 +367,7 @@ class Scheduler:
         self._copying[self._launched] = alive
         plan = StepPlan(self._launched, list(chosen.values()), alive)
         for index, request in enumerate(chosen):
-            request.last_step = self._launched
+            request.launched(self._launched, now)
             if request in allowed:
                 plan.allowed[index] = allowed[request]
         return plan

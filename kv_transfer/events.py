@@ -24,7 +24,8 @@ class Loaded:
     """The copy is complete and confirmed; only now may it be used.
 
     ``transfer_s``: first segment readable to confirmed. ``exposed_transfer_s``: prompt computed (Final received) to
-    confirmed. ``transport`` is "" if nothing was read.
+    confirmed. ``read_s``: a read in flight. ``sample_s``: last segment to Final. ``confirm_s``: Done to confirmed,
+    which was at ``confirmed_at`` (the table's clock). ``transport`` is "" if nothing was read.
     """
 
     transfer_id: int
@@ -33,6 +34,10 @@ class Loaded:
     exposed_transfer_s: float
     transfer_bytes: int
     transport: str
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    confirm_s: float = 0.0
+    confirmed_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

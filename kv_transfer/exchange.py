@@ -26,7 +26,8 @@ class Exchange:
     """``block_ids`` is None until the engine has reserved; times are of the table's clock.
 
     ``unread`` are announced segments without a read yet; ``covered`` has, per (source rank, block index), the layers
-    for which a read was started, as a bit mask.
+    for which a read was started, as a bit mask. ``read_s`` counts the seconds with a read in flight, the present one
+    (since ``reading_at``) not yet.
     """
 
     transfer_id: int
@@ -39,7 +40,11 @@ class Exchange:
     covered: dict[tuple[int, int], int] = field(default_factory=dict)
     final: Final | None = None
     readable_at: float = 0.0
+    segment_at: float = 0.0
     final_at: float = 0.0
+    done_at: float = 0.0
+    reading_at: float = 0.0
+    read_s: float = 0.0
     confirm_by: float = 0.0
     read_bytes: int = 0
 

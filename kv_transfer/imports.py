@@ -161,6 +161,7 @@ class ImportTable:
             return
         if isinstance(message, Segment):
             exchange.unread.append(message)
+            exchange.segment_at = self._clock()
             self._readable(exchange)
         elif isinstance(message, Final):
             self._final(exchange, message)
@@ -223,6 +224,8 @@ class ImportTable:
     def _start_reads(self, exchange: Exchange, now: float) -> None:
         """Reads what is announced and not yet read; then perhaps that was all."""
         if exchange.unread:
+            if not exchange.reads:
+                exchange.reading_at = now
             try:
                 for rank, ranges in exchange.take_ranges().items():
                     pending = exchange.link.read(rank, ranges, now)
@@ -241,6 +244,8 @@ class ImportTable:
                 return
             if state is ReadState.DONE:
                 exchange.reads.remove(pending)
+                if not exchange.reads:
+                    exchange.read_s += self._clock() - exchange.reading_at
             elif now - pending.posted_at > self._limits.read_timeout_s:
                 bound = f"{self._limits.read_timeout_s:g} s (transport.read_timeout_s)"
                 self._break_link(exchange.link, f"a read took over {bound}")
@@ -259,7 +264,8 @@ class ImportTable:
             self._lose(exchange, f"prefill worker {exchange.link.peer} announced incomplete KV: {missing}", leave=True)
             return
         exchange.state = ExchangeState.CONFIRMING
-        exchange.confirm_by = now + self._limits.read_timeout_s
+        exchange.done_at = self._clock()
+        exchange.confirm_by = exchange.done_at + self._limits.read_timeout_s
         exchange.link.send(Done(exchange.transfer_id))
 
     def _released(self, exchange: Exchange, released: Released) -> None:
@@ -284,6 +290,10 @@ class ImportTable:
                 exposed_transfer_s=exposed_s,
                 transfer_bytes=exchange.read_bytes,
                 transport=exchange.link.transport if exchange.read_bytes else "",
+                read_s=exchange.read_s,
+                sample_s=exchange.final_at - exchange.segment_at if exchange.segment_at else 0.0,
+                confirm_s=now - exchange.done_at,
+                confirmed_at=now,
             )
         )
 

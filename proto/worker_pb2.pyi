@@ -280,7 +280,7 @@ class AttemptOutput(_message.Message):
     def __init__(self, attempt_id: _Optional[int] = ..., choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprob, _Mapping]]] = ..., stats: _Optional[_Union[AttemptStats, _Mapping]] = ...) -> None: ...
 
 class AttemptStats(_message.Message):
-    __slots__ = ("cached_tokens", "computed_tokens", "remote_tokens", "queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "transfer_bytes", "transport", "draft_tokens", "accepted_tokens", "preemptions")
+    __slots__ = ("cached_tokens", "computed_tokens", "remote_tokens", "queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "transfer_bytes", "transport", "draft_tokens", "accepted_tokens", "preemptions", "read_s", "sample_s", "confirm_s", "schedule_s")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,10 @@ class AttemptStats(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    READ_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_S_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_S_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_S_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     computed_tokens: int
     remote_tokens: int
@@ -305,7 +309,11 @@ class AttemptStats(_message.Message):
     draft_tokens: int
     accepted_tokens: int
     preemptions: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    read_s: float
+    sample_s: float
+    confirm_s: float
+    schedule_s: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., read_s: _Optional[float] = ..., sample_s: _Optional[float] = ..., confirm_s: _Optional[float] = ..., schedule_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("attempt_id", "code", "message", "field")

@@ -19,7 +19,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from twinpool.config import RouterSection
+from twinpool.config import Disaggregate, RouterSection
 from twinpool.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -76,12 +76,19 @@ class Flow:
     """See the module docstring; made and used on the event loop's thread."""
 
     def __init__(
-        self, request: ResolvedRequest, context: FlowContext, ticket: Ticket, arrival: float, deadline_s: float
+        self,
+        request: ResolvedRequest,
+        context: FlowContext,
+        ticket: Ticket,
+        arrival: float,
+        deadline_s: float,
+        mode: Disaggregate | None = None,
     ) -> None:
-        """``arrival`` is on the loop's clock; ``deadline_s`` counts from it."""
+        """``arrival`` is on the loop's clock; ``deadline_s`` counts from it. ``mode`` None: as configured."""
         self.request = request
         self._context = context
         self._ticket = ticket
+        self._mode: Disaggregate = mode or context.config.disaggregate
         self._loop = asyncio.get_running_loop()
         self._choices = [Choice(index, request, context.text) for index in range(request.n)]
         self._attempts: list[Attempt] = []
@@ -169,7 +176,7 @@ class Flow:
         longest = max(len(self._choices[choice].token_ids) for choice in choices)
         query = RouteQuery(
             num_tokens=len(self.request.prompt_ids) + longest,
-            mode=self._context.config.disaggregate,
+            mode=self._mode,
             avoid=frozenset(self._ledger.avoid),
             barred=frozenset(self._ledger.exhausted),
             is_retry=bool(self._attempts) and not self._ledger.exhausted,

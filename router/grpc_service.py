@@ -22,6 +22,7 @@ from twinpool.router.worker_session import WorkerSession
 INFERENCE = "twinpool.inference.v1.InferenceService"
 INFO = "twinpool.inference.v1.InfoService"
 REQUEST_ID_METADATA = "x-request-id"
+ROUTE_METADATA = "x-twinpool-route"
 
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -42,7 +43,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
-        flow = await self._intake.open(request, context.time_remaining())
+        route = dict(context.invocation_metadata() or ()).get(ROUTE_METADATA)
+        flow = await self._intake.open(request, context.time_remaining(), route)
         # The generators below are not closed at once when a call ends while a response is being written.
         context.add_done_callback(lambda _: flow.cancel(Cancelled("the client cancelled")))
         await context.send_initial_metadata(((REQUEST_ID_METADATA, flow.request.request_id),))
@@ -136,6 +138,10 @@ def _add_summary(message: inference_pb2.GenerateResponse, summary: Summary) -> N
             decode_s=timings.decode_s,
             first_token_s=timings.first_token_s,
             total_s=timings.total_s,
+            read_s=timings.read_s,
+            sample_s=timings.sample_s,
+            confirm_s=timings.confirm_s,
+            schedule_s=timings.schedule_s,
         )
     )
     message.prefill_worker = summary.prefill_worker

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from twinpool.errors import TwinpoolError
+from twinpool.config import Disaggregate
+from twinpool.errors import InvalidRequest, TwinpoolError
 from twinpool.proto import inference_pb2
 from twinpool.router.admission import Admission
 from twinpool.router.flow import Flow, FlowContext
@@ -22,19 +23,25 @@ class Intake:
         self._context = context
         self._admission = admission
 
-    async def open(self, request: inference_pb2.GenerateRequest, deadline_s: float | None = None) -> Flow:
+    async def open(
+        self, request: inference_pb2.GenerateRequest, deadline_s: float | None = None, route: str | None = None
+    ) -> Flow:
         """A flow that is ready to be read; whoever gets it reads it or closes it.
+
+        ``route`` (local, remote) overrides ``router.disaggregate`` where ``router.route_hints`` allows it.
 
         Raises:
             TwinpoolError: the request was refused.
         """
         arrival = asyncio.get_running_loop().time()
-        most = self._context.config.default_deadline_s
+        config = self._context.config
+        most = config.default_deadline_s
         try:
             ticket = self._admission.admit()
             try:
+                mode = config.disaggregate if route is None else _mode(route, config.route_hints)
                 resolved = await resolve(request, self._context.text, self.limits())
-                return Flow(resolved, self._context, ticket, arrival, min(deadline_s or most, most))
+                return Flow(resolved, self._context, ticket, arrival, min(deadline_s or most, most), mode)
             except BaseException:
                 ticket.release()
                 raise
@@ -46,3 +53,13 @@ class Intake:
         """What the connected workers take now."""
         registry = self._context.registry
         return Limits(registry.model, registry.max_model_len, registry.vocab_size, registry.max_num_seqs)
+
+
+def _mode(route: str, allowed: bool) -> Disaggregate:
+    if not allowed:
+        raise InvalidRequest("x-twinpool-route is not taken here; set router.route_hints, or leave it out", "route")
+    if route == "local":
+        return "never"
+    if route == "remote":
+        return "always"
+    raise InvalidRequest(f"x-twinpool-route is {route!r}; it must be local or remote", "route")

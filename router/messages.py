@@ -190,6 +190,10 @@ class Stats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    confirm_s: float = 0.0
+    schedule_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

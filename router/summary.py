@@ -46,6 +46,10 @@ class Timings:
     decode_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    confirm_s: float = 0.0
+    schedule_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,10 @@ def summarize(
         decode_s=times.last_token - times.first_token,
         first_token_s=times.first_token - times.arrival,
         total_s=times.end - times.arrival,
+        read_s=decode.read_s,
+        sample_s=decode.sample_s,
+        confirm_s=decode.confirm_s,
+        schedule_s=decode.schedule_s,
     )
     prefill_worker = last.route.prefill[0] if last.route.prefill is not None else ""
     return Summary(usage, timings, prefill_worker, last.route.decode[0])

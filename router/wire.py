@@ -229,4 +229,8 @@ def _stats(message: worker_pb2.AttemptStats) -> Stats:
         draft_tokens=message.draft_tokens,
         accepted_tokens=message.accepted_tokens,
         preemptions=message.preemptions,
+        read_s=message.read_s,
+        sample_s=message.sample_s,
+        confirm_s=message.confirm_s,
+        schedule_s=message.schedule_s,
     )

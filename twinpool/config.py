@@ -77,6 +77,9 @@ class RouterSection(Section):
     grpc_port: int = Field(8100, ge=0, le=65535, description="public gRPC; 0 picks a free port")
     http_port: int = Field(8000, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free port")
     disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
+    route_hints: bool = Field(
+        False, description="take x-twinpool-route (local or remote) from a request's metadata; for measurements"
+    )
     max_queued: int = Field(512, ge=0, description="requests admitted at once; more are answered RESOURCE_EXHAUSTED")
     default_deadline_s: float = Field(600.0, gt=0, description="for requests that bring none")
     max_attempts: int = Field(20, gt=0, description="dispatches of one request, losses included")

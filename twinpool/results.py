@@ -74,6 +74,10 @@ class Timings:
     decode_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    confirm_s: float = 0.0
+    schedule_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,10 @@ def output_to_proto(output: RequestOutput) -> worker_pb2.AttemptOutput:
                 draft_tokens=stats.draft_tokens,
                 accepted_tokens=stats.accepted_tokens,
                 preemptions=stats.preemptions,
+                read_s=stats.read_s,
+                sample_s=stats.sample_s,
+                confirm_s=stats.confirm_s,
+                schedule_s=stats.schedule_s,
             )
         )
     return message

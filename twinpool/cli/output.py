@@ -34,6 +34,20 @@ def print_pairs(pairs: Mapping[str, str]) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
+def print_nested(values: Mapping[str, Any], indent: int = 0) -> None:
+    """Prints a mapping of mappings as indented lines; a figure (median, p90, ...) takes one."""
+    for name, value in values.items():
+        label = f"{' ' * indent}{name}"
+        if isinstance(value, Mapping) and "median" in value:
+            text = f"{value['median']:10.3f}   p90 {value['p90']:.3f}, least {value['least']:.3f}, n {value['count']}"
+            print(f"{label:<36}{text}")
+        elif isinstance(value, Mapping):
+            print(label)
+            print_nested(value, indent + 2)
+        else:
+            print(f"{label:<36}{value:10.3f}" if isinstance(value, float) else f"{label:<36}{value:>10}")
+
+
 def write(text: str) -> None:
     """Prints a piece of streamed text at once."""
     sys.stdout.write(text)
