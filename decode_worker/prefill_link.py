@@ -147,7 +147,8 @@ class PrefillLink:
 
     async def _next(self, responses: grpc.aio.StreamStreamCall) -> kv_pb2.SessionResponse:
         try:
-            response: kv_pb2.SessionResponse = await asyncio.wait_for(responses.read(), self._section.dead_after_s)
+            async with asyncio.timeout(self._section.dead_after_s):
+                response: kv_pb2.SessionResponse = await responses.read()
         except TimeoutError as error:
             raise Unavailable(f"no sign of life from {self.peer.worker_id}") from error
         if response is grpc.aio.EOF:

@@ -24,8 +24,8 @@ class Loaded:
     """The copy is complete and confirmed; only now may it be used.
 
     ``transfer_s``: first segment readable to confirmed. ``exposed_transfer_s``: prompt computed (Final received) to
-    confirmed. ``read_s``: a read in flight. ``sample_s``: last segment to Final. ``confirm_s``: Done to confirmed,
-    which was at ``confirmed_at`` (the table's clock). ``transport`` is "" if nothing was read.
+    confirmed. ``read_s``: a read in flight. ``sample_s``: last segment to Final. ``confirm_s``: Done and
+    Final to confirmed, which was at ``confirmed_at`` (the table's clock). ``transport`` is "" if nothing was read.
     """
 
     transfer_id: int

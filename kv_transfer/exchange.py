@@ -45,7 +45,7 @@ class Exchange:
     done_at: float = 0.0
     reading_at: float = 0.0
     read_s: float = 0.0
-    confirm_by: float = 0.0
+    confirm_by: float | None = None
     read_bytes: int = 0
 
     def take_ranges(self) -> dict[int, list[CopyRange]]:
@@ -82,12 +82,22 @@ class Exchange:
         if not self.block_ids:
             return ""
         num_blocks = -(-self.final.num_tokens // block_size)
-        if self.first_block + len(self.block_ids) < num_blocks:
-            return f"{num_blocks} blocks were announced, {self.first_block + len(self.block_ids)} reserved"
+        reserved = self.first_block + len(self.block_ids)
+        if reserved < num_blocks:
+            return f"{num_blocks} blocks were announced, {reserved} reserved"
+        return self._uncovered(num_blocks)
+
+    def unannounced(self) -> str:
+        """What of the reserved blocks no segment announced so far; "" if nothing."""
+        assert self.block_ids is not None
+        return self._uncovered(self.first_block + len(self.block_ids))
+
+    def _uncovered(self, num_blocks: int) -> str:
         for rank in self.link.sources:
             layers = self.link.layers(rank)
             wanted = (1 << layers.stop) - (1 << layers.start)
-            for block in range(self.first_block, num_blocks):
+            # From the end: segments come in the order of blocks.
+            for block in range(num_blocks - 1, self.first_block - 1, -1):
                 if self.covered.get((rank, block), 0) != wanted:
                     return f"block {block} of rank {rank} was not announced completely"
         return ""

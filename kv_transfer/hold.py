@@ -61,4 +61,7 @@ class Hold:
     unsent: list[Segment] = field(default_factory=list)
     final: Final | None = None
     final_sent: bool = False
-    segments_sent: bool = False
+    reading: bool = False
+    """Whether segments were sent of which the peer has not said that they are read."""
+    read: bool = False
+    """Whether the peer has said ``Done``."""

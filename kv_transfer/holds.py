@@ -8,8 +8,9 @@ Life cycle of a hold:
    its event says so; they are kept until a decode worker has sent ``Open``, then sent. ``final`` ends the
    announcements.
 3. It ends, once, in one of these ways, and leaves a tombstone that answers later messages with Gone:
-   - ``Done`` of the peer that joined, after Final: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is
-     called and the engine frees the blocks.
+   - ``Done`` of the peer that joined: HELD to RELEASED, answered ``Released(valid=True)``; ``ended`` is called and the
+     engine frees the blocks. A peer that has read all before the first token is sampled says so at once; then Final
+     and Released go out together, and the confirmation costs no round trip.
    - ``Abandon``, the end of the peer's session, or silence (``open_timeout_s`` from ``begin`` without Open,
      ``hold_timeout_s`` from Open or Final, the later one, without Done): HELD to REVOKED; ``ended`` is called. While
      the prompt is computed a peer that has joined waits as long as it takes: request deadline and session bound that.
@@ -225,6 +226,8 @@ class HoldTable:
             for hold in list(self._holds.values()):
                 if hold.unproven:
                     self._prove(hold)
+                    if hold.transfer_id not in self._holds:
+                        continue
                     if hold.unproven:
                         next_time = _earlier(next_time, now + PUMP_INTERVAL_S)
                 if hold.deadline <= now:
@@ -293,14 +296,27 @@ class HoldTable:
                 self._send(peer, Gone(transfer_id, reason if hold is None else "not opened by this decode worker"))
             return
         held = hold.state is HoldState.HELD
-        if isinstance(message, Done) and held and hold.final_sent:
-            self._end(hold, HoldState.RELEASED, "already released")
-            self._send(peer, Released(transfer_id, valid=True))
-        else:
-            reason = "left by the decode worker" if isinstance(message, Abandon) else "Done came before Final"
-            self._end(hold, HoldState.REVOKED, reason, tell=isinstance(message, Done))
+        if isinstance(message, Done) and held:
+            hold.read = True
+            self._set_reading(hold, False)
+            if hold.final_sent:
+                self._release(hold)
+            return
+        reason = "left by the decode worker" if isinstance(message, Abandon) else "Done came before any segment"
+        self._end(hold, HoldState.REVOKED, reason, tell=isinstance(message, Done))
         if held:
             self._ended(transfer_id)
+
+    def _release(self, hold: Hold) -> None:
+        """The peer has read all, and Final is sent: its copy is confirmed, the blocks are the engine's again."""
+        assert hold.peer is not None
+        self._end(hold, HoldState.RELEASED, "already released")
+        self._send(hold.peer, Released(hold.transfer_id, valid=True))
+        self._ended(hold.transfer_id)
+
+    def _set_reading(self, hold: Hold, reading: bool) -> None:
+        self._readers += reading - hold.reading
+        hold.reading = reading
 
     def _prove(self, hold: Hold) -> None:
         waiting = hold.unproven
@@ -314,19 +330,19 @@ class HoldTable:
         """Sends what is proven to the peer, if it has joined; Final when nothing is left to prove."""
         if hold.peer is None:
             return
-        if hold.unsent:
+        if hold.unsent and not hold.read:
             for segment in merge_segments(hold.unsent):
                 for part in split_segment(segment):
                     self._send(hold.peer, part)
-            hold.unsent = []
-            if not hold.segments_sent:
-                hold.segments_sent = True
-                self._readers += 1
+            self._set_reading(hold, True)
+        hold.unsent = []
         if hold.final is not None and not hold.unproven and not hold.final_sent:
             hold.final_sent = True
             self._send(hold.peer, hold.final)
             if hold.state is HoldState.FINISHED:
                 self._end(hold, HoldState.RELEASED, "finished on the prefill worker", tell=False)
+            elif hold.read:
+                self._release(hold)
 
     def _expire(self, hold: Hold) -> None:
         held = hold.state is HoldState.HELD
@@ -347,8 +363,7 @@ class HoldTable:
     def _end(self, hold: Hold, state: HoldState, reason: str, tell: bool = True) -> None:
         """The one way out of the table: forgets the hold, leaves a tombstone, tells the peer of a revocation."""
         del self._holds[hold.transfer_id]
-        if hold.segments_sent:
-            self._readers -= 1
+        self._set_reading(hold, False)
         if hold.state is HoldState.HELD:
             if state is HoldState.RELEASED:
                 self._released += 1

@@ -5,8 +5,10 @@ Life cycle of an exchange (all on the transfer thread):
 1. ``open``: OPENING; ``Open`` goes to the prefill worker of a link that is up.
 2. The first segment: READABLE, event ``Readable``. The engine answers ``reserved`` (READING) or stays silent.
 3. ``poll`` reads the segments, as they come, into the reserved blocks: only blocks with index ≥ ``first_block``.
-4. ``Final`` is there and every (block, layer, source rank) is read: ``Done`` is sent (CONFIRMING).
-5. ``Released(valid=True)``: event ``Loaded``, and the exchange is over. The blocks belong to the request all along.
+4. Every (block, layer, source rank) of the reserved blocks is read: ``Done`` is sent (CONFIRMING), usually while the
+   prefill worker still samples, so that its answer comes together with ``Final``.
+5. ``Final`` and ``Released(valid=True)``: event ``Loaded``, and the exchange is over. The blocks belong to the request
+   all along.
 
 Early ends: ``Finished`` (every choice ended with its first token), ``Lost`` (Gone, Released(valid=False), link down, KV
 announced incompletely), ``abandon``. Then reads already posted may still land, so the exchange drains (its blocks are
@@ -188,9 +190,7 @@ class ImportTable:
         )
         if busy:
             return now + POLL_INTERVAL_S
-        return min(
-            (e.confirm_by for e in self._exchanges.values() if e.state is ExchangeState.CONFIRMING), default=None
-        )
+        return min((e.confirm_by for e in self._exchanges.values() if e.confirm_by is not None), default=None)
 
     def close(self) -> None:
         """Closes all links. Idempotent."""
@@ -219,7 +219,11 @@ class ImportTable:
         exchange.final = final
         exchange.final_at = self._clock()
         self._readable(exchange)
-        self._advance(exchange, exchange.final_at)
+        if exchange.state is ExchangeState.CONFIRMING:
+            self._check_complete(exchange)
+            exchange.confirm_by = exchange.final_at + self._limits.read_timeout_s
+        else:
+            self._advance(exchange, exchange.final_at)
 
     def _start_reads(self, exchange: Exchange, now: float) -> None:
         """Reads what is announced and not yet read; then perhaps that was all."""
@@ -255,18 +259,27 @@ class ImportTable:
 
     def _advance(self, exchange: Exchange, now: float) -> None:
         """Sends Done when everything is read, and gives up when no answer to it comes."""
-        if exchange.state is ExchangeState.CONFIRMING and now >= exchange.confirm_by:
+        if exchange.confirm_by is not None and now >= exchange.confirm_by:
             self._lose(exchange, "the prefill worker did not confirm in time", leave=True)
-        if exchange.state is not ExchangeState.READING or exchange.final is None or exchange.reads or exchange.unread:
+        if exchange.state is not ExchangeState.READING or exchange.reads or exchange.unread:
             return
+        if exchange.final is None:
+            if exchange.unannounced():
+                return
+        elif not self._check_complete(exchange):
+            return
+        else:
+            exchange.confirm_by = now + self._limits.read_timeout_s
+        exchange.state = ExchangeState.CONFIRMING
+        exchange.done_at = self._clock()
+        exchange.link.send(Done(exchange.transfer_id))
+
+    def _check_complete(self, exchange: Exchange) -> bool:
+        """Whether all that Final promises was announced; ends the exchange if not."""
         missing = exchange.missing(self._target.layout.block_size)
         if missing:
             self._lose(exchange, f"prefill worker {exchange.link.peer} announced incomplete KV: {missing}", leave=True)
-            return
-        exchange.state = ExchangeState.CONFIRMING
-        exchange.done_at = self._clock()
-        exchange.confirm_by = exchange.done_at + self._limits.read_timeout_s
-        exchange.link.send(Done(exchange.transfer_id))
+        return not missing
 
     def _released(self, exchange: Exchange, released: Released) -> None:
         if not released.valid or exchange.state is not ExchangeState.CONFIRMING or exchange.final is None:
@@ -292,7 +305,7 @@ class ImportTable:
                 transport=exchange.link.transport if exchange.read_bytes else "",
                 read_s=exchange.read_s,
                 sample_s=exchange.final_at - exchange.segment_at if exchange.segment_at else 0.0,
-                confirm_s=now - exchange.done_at,
+                confirm_s=now - max(exchange.done_at, exchange.final_at),
                 confirmed_at=now,
             )
         )

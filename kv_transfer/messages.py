@@ -18,7 +18,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Decode has read all segments."""
+    """Decode has read all that it will read of this exchange; may come before Final."""
 
     transfer_id: int
 

@@ -114,7 +114,8 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
     async def _read(self, peer: str, requests: AsyncIterator[kv_pb2.SessionRequest], outbox: SessionOutbox) -> None:
         try:
             while True:
-                request = await asyncio.wait_for(anext(requests), self._section.dead_after_s)
+                async with asyncio.timeout(self._section.dead_after_s):
+                    request = await anext(requests)
                 if request.WhichOneof("message") != "heartbeat":
                     self._take(peer, request, outbox)
         except StopAsyncIteration:

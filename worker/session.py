@@ -125,7 +125,9 @@ class _Reader:
     async def run(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         try:
             while True:
-                self._take(await asyncio.wait_for(anext(requests), self._section.dead_after_s))
+                async with asyncio.timeout(self._section.dead_after_s):
+                    message = await anext(requests)
+                self._take(message)
         except StopAsyncIteration:
             log.debug("session %d: the router closed the stream", self._origin)
         except TimeoutError:

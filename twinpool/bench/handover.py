@@ -7,7 +7,8 @@
 
 The hand-over is the time from the last prefill kernel to the first decode step. Processes exchange durations, never
 clock readings, so it is the sum of what the decode worker measured from the last segment that it heard of, and of that
-one message's way, which is taken to be half of a confirmation's (``hop``).
+one message's way, which is taken to be a quarter of what the first token spends on its ways (``hop``): client to router
+to worker and back.
 """
 
 from __future__ import annotations
@@ -148,18 +149,22 @@ def _ttft(remote: Sequence[Sample], local: Sequence[Sample]) -> dict[str, Any]:
 def _ttft_parts(samples: Sequence[Sample]) -> dict[str, float]:
     """Medians: arrival to first step (``queue``, dispatch included), prompt and first token, all ways together."""
     timings = [sample.completion.timings for sample in samples]
-    ways = [s.ttft_s - t.queue_s - t.prefill_s for s, t in zip(samples, timings, strict=True)]
     return {
         "queue": Figure.of(t.queue_s for t in timings).median,
         "prefill": Figure.of(t.prefill_s for t in timings).median,
-        "ways": Figure.of(ways).median,
+        "ways": Figure.of(_ways(samples)).median,
     }
+
+
+def _ways(samples: Sequence[Sample]) -> list[float]:
+    timings = [sample.completion.timings for sample in samples]
+    return [s.ttft_s - t.queue_s - t.prefill_s for s, t in zip(samples, timings, strict=True)]
 
 
 def _handover(samples: Sequence[Sample]) -> dict[str, Any]:
     timings = [sample.completion.timings for sample in samples]
     reads = [t.exposed_transfer_s - t.confirm_s for t in timings]
-    hops = [t.confirm_s / 2 for t in timings]
+    hops = [ways / 4 for ways in _ways(samples)]
     totals = [h + t.sample_s + t.exposed_transfer_s + t.schedule_s for h, t in zip(hops, timings, strict=True)]
     return {
         "ttft_ms": _plain(Figure.of(sample.ttft_s for sample in samples)),

@@ -123,14 +123,56 @@ def test_revoke_after_done_changes_nothing(world: World) -> None:
     assert world.ended == [1]
 
 
-def test_done_before_final_is_not_confirmed(world: World) -> None:
+def test_done_before_final_is_confirmed_with_it(world: World) -> None:
     world.holds.receive("d", Open(1))
     world.holds.begin(1, 2)
     world.holds.announce(1, 0, [4, 5], 0, 8, Event())
     world.take()
     world.holds.receive("d", Done(1))
-    assert world.take() == [Gone(1, "Done came before Final")]
+    assert not world.holds.active
+    assert world.take() == []
+    assert world.ended == []
+    world.holds.announce(1, 2, [6], 0, 8, Event())
+    assert world.take() == [], "nobody will read it"
+    world.holds.final(1, 7, [FIRST])
+    assert world.take() == [FINAL, Released(1, True)]
     assert world.ended == [1]
+    assert world.holds.stats.open == 0
+
+
+def test_final_that_waits_for_a_kernel_confirms_when_it_goes_out(world: World) -> None:
+    world.holds.receive("d", Open(1))
+    world.holds.begin(1, 2)
+    world.holds.announce(1, 0, [4, 5], 0, 8, Event())
+    world.holds.receive("d", Done(1))
+    event = Event(ready=False)
+    world.holds.announce(1, 2, [6], 0, 8, event)
+    world.holds.final(1, 7, [FIRST])
+    world.take()
+    event.ready = True
+    world.holds.poll(world.now)
+    assert world.take() == [FINAL, Released(1, True)]
+    assert world.ended == [1]
+
+
+def test_a_revocation_after_an_early_done_confirms_nothing(world: World) -> None:
+    world.holds.receive("d", Open(1))
+    world.holds.begin(1, 2)
+    world.holds.announce(1, 0, [4, 5], 0, 8, Event())
+    world.holds.receive("d", Done(1))
+    world.take()
+    world.holds.revoke(1, "cancelled")
+    world.holds.final(1, 7, [FIRST])
+    assert world.take() == [Gone(1, "cancelled")]
+    assert world.ended == []
+
+
+def test_done_before_the_prompt_was_admitted_is_refused(world: World) -> None:
+    world.holds.receive("d", Open(1))
+    world.holds.expect(1)
+    world.holds.receive("d", Done(1))
+    assert world.take() == [Gone(1, "Done came before any segment")]
+    assert world.ended == []
 
 
 def test_an_unknown_open_waits_two_seconds(world: World) -> None:

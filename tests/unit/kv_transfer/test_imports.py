@@ -169,10 +169,9 @@ def test_a_full_hit_reads_nothing_and_is_confirmed(world: World) -> None:
     world.table.open(1, "p")
     world.table.receive("p", Segment(1, 0, 0, (4, 5), 0, 4))
     world.table.reserved(1, 2, [])
-    world.polls()
-    assert world.sent == [Open(1)]
-    world.table.receive("p", Final(1, 4, (FIRST,)))
     assert world.sent == [Open(1), Done(1)]
+    world.table.receive("p", Final(1, 4, (FIRST,)))
+    assert world.take() == [Readable(1)]
     world.table.receive("p", Released(1, True))
     event = world.take()[-1]
     assert isinstance(event, Loaded)
@@ -189,6 +188,49 @@ def test_reserved_after_final(world: World) -> None:
     world.table.reserved(1, 0, [1])
     world.polls()
     assert world.sent == [Open(1), Done(1)]
+
+
+def test_done_does_not_wait_for_final_and_is_bounded_from_it(world: World) -> None:
+    world.up()
+    world.table.open(1, "p")
+    world.table.receive("p", Segment(1, 0, 0, (4,), 0, 2))
+    world.table.reserved(1, 0, [1])
+    world.polls()
+    assert world.sent == [Open(1)]
+    world.table.receive("p", Segment(1, 0, 0, (4,), 2, 4))
+    world.polls()
+    assert world.sent == [Open(1), Done(1)]
+    assert world.table.poll(world.now) is None
+    world.now += 100
+    world.table.receive("p", Final(1, 2, (FIRST,)))
+    assert world.table.poll(world.now) == world.now + 20
+    world.table.receive("p", Released(1, True))
+    event = world.take()[-1]
+    assert isinstance(event, Loaded)
+    assert (event.exposed_transfer_s, event.confirm_s) == (0.0, 0.0)
+
+
+def test_a_confirmation_without_final_is_not_used(world: World) -> None:
+    world.up()
+    world.table.open(1, "p")
+    world.table.receive("p", Segment(1, 0, 0, (4,), 0, 4))
+    world.table.reserved(1, 0, [1])
+    world.polls()
+    world.take()
+    world.table.receive("p", Released(1, True))
+    assert [type(event) for event in world.take()] == [Lost, Safe]
+
+
+def test_a_final_that_promises_more_than_was_read_is_not_used(world: World) -> None:
+    world.up()
+    world.table.open(1, "p")
+    world.table.receive("p", Segment(1, 0, 0, (4,), 0, 4))
+    world.table.reserved(1, 0, [1])
+    world.polls()
+    world.take()
+    world.table.receive("p", Final(1, 4, (FIRST,)))
+    assert [type(event) for event in world.take()] == [Lost, Safe]
+    assert world.sent == [Open(1), Done(1), Abandon(1)]
 
 
 def test_incomplete_announcements_are_never_used(world: World) -> None:
