@@ -90,7 +90,9 @@ class RouterSection(Section):
 class TransportSection(Section):
     """How KV travels."""
 
-    connector: Literal["auto", "nixl", "nccl", "local"] = Field("auto", description="auto takes nixl if installed")
+    connector: Literal["auto", "nixl", "nccl", "local"] = Field(
+        "auto", description="auto takes nixl if installed, else nccl (torch.distributed; gloo on CPU)"
+    )
     ucx_tls: str | None = Field(None, description="UCX_TLS; None lets UCX choose")
     ucx_net_devices: str | None = Field(
         None, description="UCX_NET_DEVICES; None takes lo on loopback, else UCX's choice"

@@ -10,14 +10,17 @@ Order, each step owned by ``Parts`` afterwards and ended by ``worker.host``:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +39,7 @@ from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, Copy
 from twinpool.kv_transfer.connectors.choose import make_connector
 from twinpool.kv_transfer.connectors.ucx import UcxSettings
 from twinpool.kv_transfer.layout import KVLayout, RankLayout
+from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
 from twinpool.proto import worker_pb2
 from twinpool.rpc import PROTOCOL_VERSION
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
@@ -43,6 +47,8 @@ from twinpool.worker.kv_hello import KVIdentity, RankRegion
 log = logging.getLogger(__name__)
 
 SELF_TRANSFER_TIMEOUT_S = 10.0
+SELF = "self"
+"""What we are called as our own peer."""
 GIB = 1 << 30
 
 
@@ -128,7 +134,10 @@ def load_parts(
     device = choose_device(config.model.device)
     ucx = UcxSettings.for_host(pool.host, config.transport.ucx_tls, config.transport.ucx_net_devices)
     try:
-        connector = make_connector(config.transport.connector, ucx)
+        connector = make_connector(config.transport.connector, ucx, pool.host)
+    except ConnectorError as error:
+        raise ConfigError(str(error)) from error
+    try:
         built = build_executor(
             model_folder,
             dtype=config.model.dtype,
@@ -143,6 +152,7 @@ def load_parts(
         )
         self_transfer(connector, built.rank_layout)
     except (ConnectorError, UnsupportedModel, DoesNotFit) as error:
+        connector.close()
         raise ConfigError(str(error)) from error
     worker_id = pool.worker_id or f"{role}-{socket.gethostname()}-{pool.port or os.getpid()}"
     epoch = secrets.randbits(64)
@@ -182,12 +192,17 @@ def self_transfer(connector: Connector, layout: RankLayout) -> None:
     Raises:
         ConnectorError: it does not.
     """
-    link = connector.connect(connector.metadata(), lambda payload: None)
+    # Payloads between our two ends wait here, as they would in a session, for both belong to this thread.
+    inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    connector.accept(SELF, lambda payload: inbox.put(partial(link.deliver, payload)))
+    link = connector.connect(connector.metadata(), lambda payload: inbox.put(partial(connector.deliver, SELF, payload)))
     try:
         read = link.read([CopyRange(0, 0, layout.block_bytes)])
         deadline = time.monotonic() + SELF_TRANSFER_TIMEOUT_S
         while (state := link.poll(read)) is ReadState.PENDING:
             connector.progress()
+            with contextlib.suppress(queue.Empty):
+                inbox.get(timeout=PUMP_INTERVAL_S)()
             if time.monotonic() > deadline:
                 break
         if state is not ReadState.DONE:
@@ -197,6 +212,7 @@ def self_transfer(connector: Connector, layout: RankLayout) -> None:
             )
     finally:
         link.close()
+        connector.dismiss(SELF)
 
 
 def make_engine(

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Read, ReadState, Send, check_ranges
+from twinpool.kv_transfer.connectors.slices import slice_ranges
 from twinpool.kv_transfer.connectors.ucx import ProtocolLog, UcxSettings, protocol_log
 
 SLICE_BYTES = 16 << 20
@@ -235,7 +236,7 @@ class NixlLink:
         num_bytes = check_ranges(ranges, self._source.num_bytes, self._region.num_bytes)
         if self._agent is None:
             raise ConnectorError("the link is closed")
-        read = NixlRead(num_bytes, deque(slice_ranges(ranges)))
+        read = NixlRead(num_bytes, deque(slice_ranges(ranges, SLICE_BYTES, SLICE_RANGES)))
         try:
             self._post(read)
         except NIXL_ERRORS as error:
@@ -311,25 +312,3 @@ class NixlLink:
         table[:, 1] = lengths
         table[:, 2] = memory.device
         return bindings.nixlXferDList(memory.segment, table)
-
-
-def slice_ranges(
-    ranges: Sequence[CopyRange], max_bytes: int = SLICE_BYTES, max_ranges: int = SLICE_RANGES
-) -> list[list[CopyRange]]:
-    """Groups ranges into slices of at most ``max_bytes`` and ``max_ranges``, cutting those that are too long."""
-    slices: list[list[CopyRange]] = []
-    current: list[CopyRange] = []
-    room = max_bytes
-    for item in ranges:
-        done = 0
-        while done < item.length:
-            if room == 0 or len(current) == max_ranges:
-                slices.append(current)
-                current, room = [], max_bytes
-            length = min(item.length - done, room)
-            current.append(CopyRange(item.source + done, item.target + done, length))
-            done += length
-            room -= length
-    if current:
-        slices.append(current)
-    return slices

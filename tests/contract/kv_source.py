@@ -1,11 +1,16 @@
 """A process that serves a patterned KV region, for the connector contract: ``python kv_source.py KIND TLS BYTES SEED``.
 
 It prints its metadata in hex, then makes progress until its standard input closes. TLS "-" leaves UCX its choice.
+Meanwhile its standard streams are the sessions with readers: a line "PEER HEX" is a payload to or from a peer, which
+joins with its first line.
 """
 
+import contextlib
+import functools
+import os
+import queue
 import sys
 import threading
-import time
 
 import torch
 
@@ -25,11 +30,29 @@ def main() -> None:
     connector.allocate(num_bytes, torch.device("cpu")).copy_(pattern(num_bytes, seed))
     sys.stdout.write(connector.metadata().hex() + "\n")
     sys.stdout.flush()
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.is_set():
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def take_lines() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+
+    def send(peer: str, payload: bytes) -> None:
+        os.write(1, f"{peer} {payload.hex()}\n".encode())
+
+    threading.Thread(target=take_lines, daemon=True).start()
+    peers = set[str]()
+    while True:
         connector.progress()
-        time.sleep(0.0005 if connector.pumped else 0.02)
+        with contextlib.suppress(queue.Empty):
+            line = lines.get(timeout=0.0005 if connector.pumped else 0.02)
+            if not line:
+                break
+            peer, payload = line.split()
+            if peer not in peers:
+                peers.add(peer)
+                connector.accept(peer, functools.partial(send, peer))
+            connector.deliver(peer, bytes.fromhex(payload))
     connector.close()
 
 

@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ import torch
 from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, Link, Read, ReadState
 from twinpool.kv_transfer.connectors.choose import make_connector, nixl_installed
 from twinpool.kv_transfer.connectors.faulty import FaultyConnector
+from twinpool.kv_transfer.connectors.nccl import NcclConnector
 from twinpool.kv_transfer.connectors.ucx import UcxSettings
 
 SOURCE = Path(__file__).with_name("kv_source.py")
@@ -34,12 +38,32 @@ def pattern(num_bytes: int, seed: int) -> torch.Tensor:
 class Source:
     process: subprocess.Popen[bytes]
     content: torch.Tensor
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    inboxes: dict[str, queue.SimpleQueue[bytes]] = field(default_factory=dict)
 
     @functools.cached_property
     def metadata(self) -> bytes:
         """Waits until the source serves; so several can start at once."""
         assert self.process.stdout is not None
-        return bytes.fromhex(self.process.stdout.readline().decode())
+        metadata = bytes.fromhex(self.process.stdout.readline().decode())
+        threading.Thread(target=self._take_lines, daemon=True).start()
+        return metadata
+
+    def session(self, peer: str) -> queue.SimpleQueue[bytes]:
+        """Begins a session; returns where its payloads arrive. What is sent after the source's death is lost."""
+        self.inboxes[peer] = queue.SimpleQueue()
+        return self.inboxes[peer]
+
+    def send(self, peer: str, payload: bytes) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.sending:
+            os.write(self.process.stdin.fileno(), f"{peer} {payload.hex()}\n".encode())
+
+    def _take_lines(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            peer, payload = line.decode().split()
+            self.inboxes[peer].put(bytes.fromhex(payload))
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -47,6 +71,30 @@ class Source:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@dataclass
+class SessionLink:
+    """``inner`` with its session: what the source said is delivered between polls, on the thread that polls."""
+
+    inner: Link
+    inbox: queue.SimpleQueue[bytes]
+
+    @property
+    def transport(self) -> str:
+        return self.inner.transport
+
+    def read(self, ranges: list[CopyRange]) -> Read:
+        return self.inner.read(ranges)
+
+    def poll(self, read: Read) -> ReadState:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.inner.deliver(self.inbox.get_nowait())
+        return self.inner.poll(read)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 @dataclass
@@ -59,6 +107,7 @@ class Bench:
     region: torch.Tensor
     sources: list[Source] = field(default_factory=list)
     lasting: Source | None = None
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def source(self) -> Source:
         """One that lives as long as the bench, for tests that do it no harm."""
@@ -73,13 +122,15 @@ class Bench:
         self.sources.append(source)
         return source
 
-    def connect(self, source: Source) -> Link:
-        return self.reader.connect(source.metadata, lambda payload: None)
+    def connect(self, source: Source) -> SessionLink:
+        metadata, peer = source.metadata, f"reader-{next(self.numbers)}"
+        inbox = source.session(peer)
+        return SessionLink(self.reader.connect(metadata, functools.partial(source.send, peer)), inbox)
 
-    def finish(self, link: Link, read: Read) -> ReadState:
+    def finish(self, link: SessionLink, read: Read) -> ReadState:
         return poll_until(lambda: link.poll(read), lambda state: state is not ReadState.PENDING)
 
-    def read(self, link: Link, ranges: list[CopyRange]) -> ReadState:
+    def read(self, link: SessionLink, ranges: list[CopyRange]) -> ReadState:
         try:
             return self.finish(link, link.read(ranges))
         except ConnectorError:
@@ -97,10 +148,10 @@ def poll_until(poll: Callable[[], ReadState], done: Callable[[ReadState], bool])
 
 
 FOREIGN_PATH = b'{"path": "/etc/hostname", "pid": 1, "nonce": "00", "bytes": 1}'
-CONNECTORS = [("local", None), ("nixl", None), ("nixl", "tcp"), ("faulty", None)]
+CONNECTORS = [("local", None), ("nixl", None), ("nixl", "tcp"), ("nccl", None), ("faulty", None)]
 
 
-@pytest.fixture(params=CONNECTORS, ids=["local", "nixl", "nixl-tcp", "faulty"], scope="module")
+@pytest.fixture(params=CONNECTORS, ids=["local", "nixl", "nixl-tcp", "gloo", "faulty"], scope="module")
 def module_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     kind, tls = request.param
     if kind == "nixl" and not nixl_installed():
@@ -110,7 +161,9 @@ def module_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     inner_kind = "local" if kind == "faulty" else kind
-    reader = make_connector(inner_kind, UcxSettings(tls, "lo"))
+    reader: Connector = make_connector(inner_kind, UcxSettings(tls, "lo"), "127.0.0.1")
+    if kind == "nccl":
+        reader = NcclConnector("127.0.0.1", connect_timeout_s=2.0)
     if kind == "faulty":
         reader = FaultyConnector(reader)
     bench = Bench(inner_kind, tls, reader, reader.allocate(64 * MIB, torch.device("cpu")))
@@ -167,7 +220,12 @@ def test_a_read_larger_than_a_slice(bench: Bench) -> None:
 def test_the_transport_is_named(bench: Bench) -> None:
     link = bench.connect(bench.source())
     assert bench.read(link, [CopyRange(0, 0, 65536)]) is ReadState.DONE
-    expected = {("local", None): "local/shm", ("nixl", None): "nixl/shm", ("nixl", "tcp"): "nixl/tcp"}
+    expected = {
+        ("local", None): "local/shm",
+        ("nixl", None): "nixl/shm",
+        ("nixl", "tcp"): "nixl/tcp",
+        ("nccl", None): "nccl/gloo",
+    }
     assert link.transport == expected[(bench.kind, bench.tls)]
 
 
@@ -259,7 +317,7 @@ def test_ranges_outside_the_regions_are_refused(bench: Bench, bad: CopyRange) ->
 
 
 def test_foreign_metadata_is_refused(bench: Bench) -> None:
-    for metadata in (b"", b"{}", FOREIGN_PATH, b"twinnixl", os.urandom(300)):
+    for metadata in (b"", b"{}", FOREIGN_PATH, b"twinnixl", b"twinnccl", os.urandom(300)):
         with pytest.raises(ConnectorError):
             bench.reader.connect(metadata, lambda payload: None)
 
