@@ -1,9 +1,9 @@
 """KV through torch.distributed, point to point: NCCL between GPUs, gloo (TCP) otherwise. Serves wherever torch runs.
 
 1. ``metadata`` names the region: size, device, and a random nonce.
-2. A link is a pair: a process group of two, outside torch's default group, with a thread on either side (see
-   ``pair_group``). The reader's ``connect`` asks the source for it through their session, which also carries the
-   rendezvous (``pair_store``), so nothing listens but gloo, on the configured host alone.
+2. A link is a pair: a process group of two, outside torch's default group, with a thread on either side
+   (``pair_group``, ``pair_backends``). The reader's ``connect`` asks the source for it through their session, which
+   also carries the rendezvous (``pair_store``), so nothing listens but gloo, on the configured host alone.
 3. Transfers are two-sided: the reader asks, the source's thread sends (``nccl_source``), the reader's thread receives
    into buffers of the link, and ``poll`` copies into the region (``nccl_link``). So ``progress`` has nothing to do.
 4. ``close`` of a link tells the source, which ends its half; ``dismiss`` ends all pairs of a session.
@@ -11,8 +11,8 @@
 NCCL takes no two ranks on one GPU. A pair on one GPU, as with ourselves at start-up, and one that has a GPU on one side
 only, use gloo with pinned host buffers.
 
-A killed peer breaks gloo's connections at once. NCCL over NVLink or shared memory does not notice; there the end of
-the session, or the bound of a read, closes the link, which aborts the communicator.
+A killed peer breaks gloo's connections at once. NCCL may not notice; there the end of the session, or the bound of a
+read, closes the link, which aborts the communicator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from twinpool.kv_transfer.connectors.base import ConnectorError, Send
 from twinpool.kv_transfer.connectors.nccl_link import NcclLink
 from twinpool.kv_transfer.connectors.nccl_source import NcclSource
-from twinpool.kv_transfer.connectors.pair_group import gloo_device, tame_nccl
+from twinpool.kv_transfer.connectors.pair_backends import gloo_listener, tame_nccl
 from twinpool.kv_transfer.connectors.pair_messages import (
     EndPair,
     OpenPair,
@@ -52,7 +52,7 @@ class NcclConnector:
     """One rank's end; see the module. ``host`` is the address that gloo listens on; a wildcard is replaced."""
 
     def __init__(self, host: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        self._listener: Any = gloo_device(data_host(host))
+        self._listener: Any = gloo_listener(data_host(host))
         self._connect_timeout_s = connect_timeout_s
         self._nonce = secrets.token_bytes(16)
         self._device = _HOST

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Read, ReadState, Send, check_ranges
+from twinpool.kv_transfer.connectors.pair_backends import GlooBackend, NcclBackend, PairBackend
 from twinpool.kv_transfer.connectors.pair_group import Operation, PairGroup
 from twinpool.kv_transfer.connectors.pair_messages import (
     MAX_RANGES,
@@ -96,9 +98,11 @@ class NcclLink:
         # Before the store can send a key.
         send(encode(OpenPair(pair, nonce, transport)))
         self._store = PairStore(lambda key, value: send(encode(PairKey(pair, key, value))), connect_timeout_s)
-        self._group = PairGroup(
-            transport, True, self._store, listener, region.device, connect_timeout_s, self._group_failed
-        )
+        if transport == "nccl":
+            build: Callable[[], PairBackend] = partial(NcclBackend, True, self._store, region.device)
+        else:
+            build = partial(GlooBackend, True, self._store, listener, connect_timeout_s)
+        self._group = PairGroup(build, self._store, self._group_failed)
 
     @property
     def transport(self) -> str:

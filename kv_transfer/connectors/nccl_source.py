@@ -8,12 +8,15 @@ nothing that the exchange does not confirm afterwards.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from twinpool.kv_transfer.connectors.base import ConnectorError, Send
 from twinpool.kv_transfer.connectors.nccl_link import SLICE_BYTES, WINDOW
+from twinpool.kv_transfer.connectors.pair_backends import GlooBackend, NcclBackend, PairBackend
 from twinpool.kv_transfer.connectors.pair_group import MAX_UNDER_WAY, Operation, PairGroup
 from twinpool.kv_transfer.connectors.pair_messages import EndPair, OpenPair, PairKey, ReadSlice, encode
 from twinpool.kv_transfer.connectors.pair_store import PairStore
@@ -34,9 +37,11 @@ class NcclSource:
         self._buffers: list[torch.Tensor] = []
         self._asked = 0
         self._store = PairStore(lambda key, value: send(encode(PairKey(opened.pair, key, value))), connect_timeout_s)
-        self._group = PairGroup(
-            opened.transport, False, self._store, listener, region.device, connect_timeout_s, self._group_failed
-        )
+        if opened.transport == "nccl":
+            build: Callable[[], PairBackend] = partial(NcclBackend, False, self._store, region.device)
+        else:
+            build = partial(GlooBackend, False, self._store, listener, connect_timeout_s)
+        self._group = PairGroup(build, self._store, self._group_failed)
 
     def key(self, message: PairKey) -> None:
         """The reader's rendezvous key."""
