@@ -45,6 +45,7 @@ class PairGroup:
         self._lock = threading.Lock()
         self._backend: PairBackend | None = None
         self._closed = False
+        self._aborting: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
         self._thread.start()
 
@@ -62,11 +63,14 @@ class PairGroup:
         self._store.close()
         self._operations.put(None)
         if backend is not None:
-            threading.Thread(target=backend.abort, name="kv-pair-abort", daemon=True).start()
+            self._aborting = threading.Thread(target=backend.abort, name="kv-pair-abort", daemon=True)
+            self._aborting.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread of a closed group."""
+        """Waits for the threads of a closed group, each at most so long."""
         self._thread.join(timeout_s)
+        if self._aborting is not None:
+            self._aborting.join(timeout_s)
 
     def _run(self) -> None:
         try:

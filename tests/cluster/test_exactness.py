@@ -67,8 +67,12 @@ def tiny_prompts() -> list[list[int]]:
     return [[(7 * n + 3 * i) % 250 + 1 for i in range(n)] for n in range(1, 3 * BLOCK + 2)]
 
 
-@pytest.mark.parametrize("connector", ["nixl", "local"])
-@pytest.mark.parametrize("chunk", [512, 7])
+TRANSPORTS = {"nixl": "nixl/", "nccl": "nccl/gloo", "local": "local/shm"}
+
+
+@pytest.mark.parametrize(
+    ("connector", "chunk"), [("nixl", 512), ("nixl", 7), ("nccl", 7), ("local", 512), ("local", 7)]
+)
 async def test_tiny_llama_through_both_pools(tiny_llama: Path, start_cluster: Any, connector: str, chunk: int) -> None:
     if connector == "nixl":
         pytest.importorskip("nixl")
@@ -82,7 +86,9 @@ async def test_tiny_llama_through_both_pools(tiny_llama: Path, start_cluster: An
         "decode.engine.num_blocks": 200,
     }
     async with start_cluster(tiny_llama, settings=settings) as cluster, cluster.client() as client:
-        check(await answers(client, prompts, NEW_TOKENS, at_once=1), expected, remote=True)
+        alone = await answers(client, prompts, NEW_TOKENS, at_once=1)
+        check(alone, expected, remote=True)
+        assert all(result.usage.transport.startswith(TRANSPORTS[connector]) for result in alone[:BLOCK])
         check(await answers(client, prompts, NEW_TOKENS, at_once=16), expected, remote=True)
         await cluster.all_free()
 

@@ -163,11 +163,12 @@ def module_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     inner_kind = "local" if kind == "faulty" else kind
     reader: Connector = make_connector(inner_kind, UcxSettings(tls, "lo"), "127.0.0.1")
     if kind == "nccl":
-        reader = NcclConnector("127.0.0.1", connect_timeout_s=2.0)
+        reader = NcclConnector("127.0.0.1", connect_timeout_s=5.0)
     if kind == "faulty":
         reader = FaultyConnector(reader)
     bench = Bench(inner_kind, tls, reader, reader.allocate(64 * MIB, torch.device("cpu")))
     yield bench
+    reader.close()
     for source in bench.sources:
         with contextlib.suppress(ProcessLookupError):
             source.signal(signal.SIGCONT)
@@ -176,7 +177,6 @@ def module_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         assert source.process.stdout is not None
         source.process.stdin.close()
         source.process.stdout.close()
-    reader.close()
     monkeypatch.undo()
 
 
@@ -231,6 +231,8 @@ def test_the_transport_is_named(bench: Bench) -> None:
 
 def test_links_are_independent(bench: Bench) -> None:
     sources = [bench.start(seed=seed) for seed in range(3)]
+    # All up, so that no link waits for the start of another's source.
+    assert all(source.metadata for source in sources)
     links = [bench.connect(source) for source in sources]
     reads = [link.read([CopyRange(0, i * 8 * MIB, 8 * MIB)]) for i, link in enumerate(links)]
     states = [bench.finish(link, read) for link, read in zip(links, reads, strict=True)]

@@ -46,6 +46,6 @@ def test_loopback_workers_keep_ucx_on_loopback() -> None:
 
 def test_connectors_are_chosen_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinpool.kv_transfer.connectors.choose.nixl_installed", lambda: False)
-    assert make_connector("auto", UcxSettings()).name == "local"
+    assert make_connector("auto", UcxSettings()).name == "nccl"
     with pytest.raises(Exception, match=r"pip install 'twinpool\[nixl\]'"):
         make_connector("nixl", UcxSettings())
