@@ -185,11 +185,13 @@ def test_a_reader_that_asks_and_never_receives_is_stopped_and_its_thread_ends(en
     link = ends.connect()
     assert ends.read(link, [CopyRange(0, 0, 16)]) is ReadState.DONE
     (_, pair) = next(iter(ends.source._sources))
-    ask = encode(ReadSlice(pair, ((0, SLICE_BYTES),)))
-    for _ in range(WINDOW + MAX_UNDER_WAY):
-        ends.source.deliver(READER, ask)
+
+    def ask_too_much() -> None:
+        for _ in range(WINDOW + MAX_UNDER_WAY + 1):
+            ends.source.deliver(READER, encode(ReadSlice(pair, ((0, SLICE_BYTES),))))
+
     with pytest.raises(ConnectorError, match="slices ahead"):
-        ends.source.deliver(READER, ask)
+        ask_too_much()
     ends.source.dismiss(READER)
     ends.until(lambda: len(pair_threads()) <= 1)
     assert ends.read(link, [CopyRange(0, 0, 16)]) is ReadState.FAILED
