@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -117,10 +118,6 @@ def test_tokenizer_equals_transformers(gguf_folder: Path) -> None:
         assert ours.decode(ids, skip_special_tokens=False) == text
 
 
-def _fetch(results: multiprocessing.Queue[str]) -> None:
-    results.put(str(demo_folder(Progress())))
-
-
 @pytest.mark.model
 @pytest.mark.slow
 def test_processes_that_start_at_once_make_it_once(
@@ -128,13 +125,11 @@ def test_processes_that_start_at_once_make_it_once(
 ) -> None:
     monkeypatch.setenv("TWINPOOL_CACHE", str(tmp_path))
     monkeypatch.setenv("TWINPOOL_DEMO_WHEEL", str(gguf_folder.parent / WHEEL))
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[str] = context.Queue()
-    processes = [context.Process(target=_fetch, args=(results,)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    folders = {results.get(timeout=120) for _ in processes}
-    for process in processes:
-        process.join()
-    assert len(folders) == 1
-    assert {path.name for path in Path(folders.pop()).parent.iterdir()} == {"lock", demo_model.NAME}
+    code = "from twinpool.demo_model import *; print(demo_folder(Progress()))"
+    command = [sys.executable, "-P", "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert len({folder for folder, _ in outputs}) == 1
+    assert sum("Converting" in log for _, log in outputs) == 1
+    folder = Path(outputs[0][0].strip())
+    assert {path.name for path in folder.parent.iterdir()} == {"lock", demo_model.NAME}
