@@ -196,6 +196,11 @@ class NixlConnector:
         return agent
 
 
+def source_address(metadata: bytes) -> tuple[int, bytes]:
+    """The address of a source's region, and NIXL's own metadata, out of ``NixlConnector.metadata``."""
+    return _HEADER.unpack_from(metadata)[1], metadata[_HEADER.size :]
+
+
 @dataclass(slots=True)
 class NixlRead:
     """A read in slices: those ``left`` to post, and the raw handles of those in flight."""

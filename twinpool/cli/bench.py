@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
     """Adds the command group."""
     group = typer.Typer(help="Measures the hand-over between the pools, and the KV transfer.", no_args_is_help=True)
     group.command("handover")(handover)
+    group.command("transfer")(transfer)
     app.add_typer(group, name="bench")
 
 
@@ -49,6 +50,17 @@ def handover(
     plan = prepare(load_config(config, settings, flags).config, Progress())
     result = asyncio.run(_handover(plan, Options(tokens, pairs, streams, long_tokens, long_requests)))
     _show(result, json)
+
+
+def transfer(
+    blocks: Annotated[str, typer.Option("--blocks", help="Sizes of reads, in blocks of 64 KiB.")] = "16,256,2048",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Pairs of reads per size.")] = 20,
+    json: Json = False,
+) -> None:
+    """Compares reads through the exchange with raw NIXL reads, over shared memory and TCP."""
+    from twinpool.bench.transfer import compare
+
+    _show(compare(blocks, rounds, _note), json)
 
 
 async def _handover(plan: Any, options: Any) -> dict[str, Any]:
