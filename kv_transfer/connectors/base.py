@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -31,9 +30,11 @@ class ReadState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRange:
-    """Copies ``length`` bytes from offset ``source`` of the peer's region to offset ``target`` of ours."""
+class CopyRange(NamedTuple):
+    """Copies ``length`` bytes from offset ``source`` of the peer's region to offset ``target`` of ours.
+
+    A tuple, because a read has thousands of them and they are made while nobody else can run.
+    """
 
     source: int
     target: int

@@ -241,7 +241,8 @@ class NixlLink:
         num_bytes = check_ranges(ranges, self._source.num_bytes, self._region.num_bytes)
         if self._agent is None:
             raise ConnectorError("the link is closed")
-        read = NixlRead(num_bytes, deque(slice_ranges(ranges, SLICE_BYTES, SLICE_RANGES)))
+        fits = num_bytes <= SLICE_BYTES and len(ranges) <= SLICE_RANGES
+        read = NixlRead(num_bytes, deque([list(ranges)] if fits else slice_ranges(ranges, SLICE_BYTES, SLICE_RANGES)))
         try:
             self._post(read)
         except NIXL_ERRORS as error:
@@ -292,7 +293,7 @@ class NixlLink:
         """Posts the next slice; raises one of NIXL_ERRORS, after which nothing of this slice can land."""
         agent = self._agent.agent
         part = read.left.popleft()
-        table = np.array([(item.source, item.target, item.length) for item in part], dtype=np.uint64)
+        table = np.array(part, dtype=np.uint64)
         handle = agent.createXferReq(
             bindings.NIXL_READ,
             self._descriptors(self._region, table[:, 1], table[:, 2]),

@@ -301,3 +301,30 @@ def test_router_never_imports_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("route", "prefill"), [("remote", "prefill-0"), ("local", "")])
+async def test_a_request_may_name_its_route_where_that_is_allowed(make_cluster: Any, route: str, prefill: str) -> None:
+    configured = "never" if route == "remote" else "always"
+    async with make_cluster("hello", disaggregate=configured, route_hints=True) as cluster:
+        await cluster.router.wait_ready()
+        await cluster.until(lambda: any(session.report.links for session in cluster.router.registry.sessions))
+        messages = [
+            message
+            async for message in cluster.stub.Generate(
+                pb.GenerateRequest(text="x"), metadata=(("x-twinpool-route", route),)
+            )
+        ]
+        assert messages[-1].prefill_worker == prefill
+
+
+@pytest.mark.parametrize(("allowed", "route", "says"), [(False, "local", "route_hints"), (True, "here", "local or")])
+async def test_a_route_that_is_not_taken_is_refused(make_cluster: Any, allowed: bool, route: str, says: str) -> None:
+    async with make_cluster("hello", route_hints=allowed) as cluster:
+        await cluster.router.wait_ready()
+        with pytest.raises(grpc.RpcError) as raised:
+            await cluster.stub.Generate(pb.GenerateRequest(text="x"), metadata=(("x-twinpool-route", route),)).read()
+        error = error_from_rpc(raised.value)
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "route"
+        assert says in error.message
