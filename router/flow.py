@@ -212,9 +212,10 @@ class Flow:
         self._context.metrics.routed(route)
         first = self._choices[attempt.choices[0]]
         submission = submission_for(attempt, self.request, first, self._deadline - self._loop.time())
-        decode.submit(submission, Leg(attempt, "decode", self._on_output, self._on_failed, self._on_lost))
-        if prefill is not None and not attempt.ended:
+        if prefill is not None:  # first: it makes the first token
             prefill.submit(submission, Leg(attempt, "prefill", self._on_output, self._on_failed, self._on_lost))
+        if not attempt.ended:
+            decode.submit(submission, Leg(attempt, "decode", self._on_output, self._on_failed, self._on_lost))
 
     # News from the workers
 
