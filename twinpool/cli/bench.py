@@ -27,7 +27,7 @@ def handover(
     dtype: Dtype = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Prompt length.")] = 512,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Disaggregated and monolithic requests.")] = 30,
-    streams: Annotated[int, typer.Option("--streams", min=0, help="Other streams on decode, second part.")] = 8,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Other streams on decode, second part.")] = 8,
     long_tokens: Annotated[int, typer.Option("--long-tokens", min=1, help="Prompt length, third part.")] = 4096,
     long_requests: Annotated[int, typer.Option("--long-requests", min=1)] = 5,
     json: Json = False,
