@@ -35,8 +35,9 @@ def to_prefill(message: FromDecode) -> kv_pb2.SessionRequest:
             return kv_pb2.SessionRequest(done=kv_pb2.Done(transfer_id=transfer_id))
         case Abandon(transfer_id):
             return kv_pb2.SessionRequest(abandon=kv_pb2.Abandon(transfer_id=transfer_id))
-        case ConnectorMessage(rank, payload):
-            return kv_pb2.SessionRequest(connector=kv_pb2.ConnectorMessage(rank=rank, payload=payload))
+        case ConnectorMessage(source, target, payload):
+            connector = kv_pb2.ConnectorMessage(source_rank=source, target_rank=target, payload=payload)
+            return kv_pb2.SessionRequest(connector=connector)
 
 
 def from_prefill(response: kv_pb2.SessionResponse) -> FromPrefill:
@@ -60,7 +61,8 @@ def from_prefill(response: kv_pb2.SessionResponse) -> FromPrefill:
         case "gone":
             return Gone(response.gone.transfer_id, response.gone.reason)
         case "connector":
-            return ConnectorMessage(response.connector.rank, response.connector.payload)
+            connector = response.connector
+            return ConnectorMessage(connector.source_rank, connector.target_rank, connector.payload)
         case other:
             raise ValueError(f"a prefill worker sent {other} inside a session; run equal versions")
 

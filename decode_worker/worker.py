@@ -63,7 +63,7 @@ class DecodeWorker:
         self._draining = False
         self.fan = OutputFan(self._loop, final_on_first=False)
         limits = ImportLimits(config.transport.read_timeout_s, config.transport.require)
-        self._table = ImportTable(parts.connector, parts.rank_layout, limits, self._on_event, time.monotonic)
+        self._table = ImportTable(parts.ranks, limits, self._on_event, time.monotonic)
         self.transfer = TransferThread("transfer", self._table.poll, self._on_error)
         policy = DecodePolicy(config.decode.engine.local_prefill_budget)
         self.engine: Engine = make_engine(
@@ -74,7 +74,7 @@ class DecodeWorker:
             exports=NoExports(),
             imports=ImportsPort(self.transfer, self._table),
         )
-        self.host = Host(self.engine, parts.grammars, self.transfer, parts.connector)
+        self.host = Host(self.engine, parts.grammars, self.transfer, parts.close)
 
     def _on_error(self, error: Exception) -> None:
         self.host.fail(error)

@@ -5,7 +5,8 @@
 2. ``run`` does a step: the compact plan goes to all ranks, this rank does its part, logits of the sampled rows arrive
    on rank 0 and are sampled here. It returns when every rank is done with the step. Meanwhile the marks of the other
    ranks come in (see ``rank``), and each rank's written layers are announced.
-3. ``close`` tells the ranks to end and drops the model. The region belongs to the connector, which frees it.
+3. ``close`` drops the model. The region belongs to the connector, which frees it; the other ranks end when whoever
+   started them closes their channels.
 
 It holds no scheduler state. How ranks are started, and what carries their channels, is not its business.
 """
@@ -31,7 +32,7 @@ from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.plan import OnLayers, Sampled, ScheduledRequest, StepPlan, StepResult
 from twinpool.engine.ports import ReadyEvent
 from twinpool.engine.rank import Mark, Rank
-from twinpool.engine.rank_step import STOP, RankStep
+from twinpool.engine.rank_step import RankStep
 from twinpool.engine.request import TokenLogprob
 from twinpool.engine.runner import Written
 from twinpool.engine.shard import Shard, load_shard
@@ -119,10 +120,8 @@ class ModelExecutor:
         return self._rank_layers
 
     def close(self) -> None:
-        """Tells the ranks to end, drops model and region view. Idempotent."""
-        if self._rank is not None:
-            self._rank = None
-            self._followers.stop()
+        """Drops model and region view. Idempotent."""
+        self._rank = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> StepResult:
@@ -295,13 +294,6 @@ class _FollowerMarks:
     def finish(self) -> None:
         while self._running:
             self.take(None)
-
-    def stop(self) -> None:
-        for channel in self._channels.values():
-            try:
-                channel.send(STOP)
-            except ChannelClosed:
-                continue  # it has ended already
 
 
 def _chunks(rows: Sequence[PromptRows]) -> Iterator[PromptRows]:

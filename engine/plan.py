@@ -89,4 +89,4 @@ class Executor(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the ranks and frees the model. Idempotent."""
+        """Frees the model; no step can run any more. Idempotent."""

@@ -46,11 +46,12 @@ class Group:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., n] -> [..., size * n]``."""
+        """``[rows, n] -> [rows, size * n]``."""
         x = x.contiguous()
-        parts = x.new_empty((self._size, *x.shape))
+        rows, columns = x.shape
+        parts = x.new_empty((self._size * rows, columns))
         self._group._allgather_base(parts, x).wait()
-        return parts.movedim(0, -2).flatten(-2)
+        return parts.view(self._size, rows, columns).transpose(0, 1).reshape(rows, self._size * columns)
 
     def send(self, x: torch.Tensor, rank: int) -> None:
         """See ``Peers``."""

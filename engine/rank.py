@@ -3,7 +3,7 @@
 A step: block copies; hidden states from the stage before, or the embedding; this stage's layers; hidden states to the
 next stage, or, on the last, logits of the wanted rows. All TP ranks of a stage run the same operators, in one order.
 
-``follow`` is the life of a rank other than 0: it takes steps from the control channel until it is told to stop, and
+``follow`` is the life of a rank other than 0: it takes steps from the control channel until that is closed, and
 answers with marks: ``LAYERS`` when a layer group's KV is written, ``LOGITS`` before logits leave for rank 0, ``DONE``
 when nothing of the step can write any more. An error ends it: its process dies, and the worker with it.
 """
@@ -14,13 +14,14 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 
 from twinpool.engine.channel import Channel
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.ports import ReadyEvent
-from twinpool.engine.rank_step import STOP, RankStep
+from twinpool.engine.rank_step import RankStep
 from twinpool.engine.runner import ModelRunner, OnGroup
 
 _MARK = struct.Struct("<BII")
@@ -93,11 +94,11 @@ class Rank:
 
 
 @torch.inference_mode()
-def follow(rank: Rank, channel: Channel) -> None:
-    """Runs steps until rank 0 says stop.
+def follow(rank: Rank, channel: Channel) -> NoReturn:
+    """Runs steps until rank 0 closes the channel.
 
     Raises:
-        ChannelClosed: rank 0 is gone.
+        ChannelClosed: always, in the end.
     """
     sends_logits = rank.parallel.last_stage and rank.parallel.tp_rank == 0 and not rank.parallel.first_stage
     launched: deque[tuple[int, int, ReadyEvent]] = deque()
@@ -108,8 +109,8 @@ def follow(rank: Rank, channel: Channel) -> None:
             start, end, _ = launched.popleft()
             channel.send(Mark.LAYERS.encode(start, end))
 
-    while (message := channel.receive()) != STOP:
-        step = RankStep.decode(message)
+    while True:
+        step = RankStep.decode(channel.receive())
         hidden = rank.forward(step, on_group if step.announces else None)
         if rank.parallel.last_stage:
             for logits in rank.logits(step, hidden):

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from twinpool.engine.batch import HostBatch
 
 _WIDE = 1 << 31
-STOP = b""
-"""Sent instead of a step: the rank ends."""
 
 
 @dataclass(frozen=True, slots=True)

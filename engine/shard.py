@@ -66,6 +66,11 @@ class Shard:
             )
         return num_blocks
 
+    def layout_of(self, rank: int) -> RankLayout:
+        """What another rank of the worker holds."""
+        place, config = self.parallel.at(rank), self.config
+        return RankLayout(self.layout, *place.layers(config.num_layers), *place.kv_heads(config.num_kv_heads))
+
     def rank(self, region: torch.Tensor) -> Rank:
         """This rank, with a region of whole blocks."""
         runner = ModelRunner(self.loaded.model, KVCache(region, self.rank_layout), self.device)

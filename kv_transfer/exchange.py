@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from twinpool.kv_transfer.connectors.base import CopyRange
-from twinpool.kv_transfer.links import PeerLink, PendingRead
+from twinpool.kv_transfer.links import Pair, PeerLink, PendingRead
 from twinpool.kv_transfer.messages import Final, Segment
 from twinpool.kv_transfer.segments import merge_segments
 
@@ -25,7 +25,7 @@ class ExchangeState(enum.Enum):
 class Exchange:
     """``block_ids`` is None until the engine has reserved; times are of the table's clock.
 
-    ``unread`` are announced segments without a read yet; ``covered`` has, per (source rank, block index), the layers
+    ``unread`` are announced segments without a read yet; ``covered`` has, per pair of ranks and block index, the layers
     for which a read was started, as a bit mask. ``read_s`` counts the seconds with a read in flight, the present one
     (since ``reading_at``) not yet.
     """
@@ -37,7 +37,7 @@ class Exchange:
     block_ids: tuple[int, ...] | None = None
     unread: list[Segment] = field(default_factory=list)
     reads: list[PendingRead] = field(default_factory=list)
-    covered: dict[tuple[int, int], int] = field(default_factory=dict)
+    covered: dict[tuple[Pair, int], int] = field(default_factory=dict)
     final: Final | None = None
     readable_at: float = 0.0
     segment_at: float = 0.0
@@ -48,31 +48,33 @@ class Exchange:
     confirm_by: float | None = None
     read_bytes: int = 0
 
-    def take_ranges(self) -> dict[int, list[CopyRange]]:
-        """Turns all unread segments into what to copy, per source rank, and counts them as covered.
+    def take_ranges(self) -> dict[Pair, list[CopyRange]]:
+        """Turns all unread segments into what to copy, per pair of ranks, and counts them as covered.
 
         Only blocks with an index in ``[first_block, first_block + len(block_ids))`` are read.
         """
         assert self.block_ids is not None
         segments, self.unread = self.unread, []
         segments.sort(key=lambda segment: (segment.rank, segment.layer_start, segment.layer_end, segment.first_block))
-        ranges: dict[int, list[CopyRange]] = {}
+        ranges: dict[Pair, list[CopyRange]] = {}
         last_block = self.first_block + len(self.block_ids)
         for segment in merge_segments(segments):
             start = max(segment.first_block, self.first_block)
             end = min(segment.first_block + len(segment.block_ids), last_block)
-            layers = self.link.layers(segment.rank)
-            low, high = max(segment.layer_start, layers.start), min(segment.layer_end, layers.stop)
-            if start >= end or low >= high:
+            if start >= end:
                 continue
-            mask = (1 << high) - (1 << low)
-            for block in range(start, end):
-                key = (segment.rank, block)
-                self.covered[key] = self.covered.get(key, 0) | mask
             source_blocks = segment.block_ids[start - segment.first_block : end - segment.first_block]
             target_blocks = self.block_ids[start - self.first_block : end - self.first_block]
-            planned = self.link.plan(segment.rank, source_blocks, target_blocks, low, high)
-            ranges.setdefault(segment.rank, []).extend(planned)
+            for pair in self.link.pairs:
+                layers = self.link.layers(pair)
+                low, high = max(segment.layer_start, layers.start), min(segment.layer_end, layers.stop)
+                if pair.source != segment.rank or low >= high:
+                    continue
+                mask = (1 << high) - (1 << low)
+                for block in range(start, end):
+                    self.covered[pair, block] = self.covered.get((pair, block), 0) | mask
+                planned = self.link.plan(pair, source_blocks, target_blocks, low, high)
+                ranges.setdefault(pair, []).extend(planned)
         return ranges
 
     def missing(self, block_size: int) -> str:
@@ -93,11 +95,11 @@ class Exchange:
         return self._uncovered(self.first_block + len(self.block_ids))
 
     def _uncovered(self, num_blocks: int) -> str:
-        for rank in self.link.sources:
-            layers = self.link.layers(rank)
+        for pair in self.link.pairs:
+            layers = self.link.layers(pair)
             wanted = (1 << layers.stop) - (1 << layers.start)
             # From the end: segments come in the order of blocks.
             for block in range(num_blocks - 1, self.first_block - 1, -1):
-                if self.covered.get((rank, block), 0) != wanted:
-                    return f"block {block} of rank {rank} was not announced completely"
+                if self.covered.get((pair, block), 0) != wanted:
+                    return f"block {block} of rank {pair.source} was not announced completely"
         return ""

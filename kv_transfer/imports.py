@@ -25,11 +25,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, ReadState
+from twinpool.kv_transfer.connectors.base import ConnectorError, ReadState
 from twinpool.kv_transfer.events import Event, Finished, LinkDown, LinkUp, Loaded, Lost, Readable, Safe
 from twinpool.kv_transfer.exchange import Exchange, ExchangeState
-from twinpool.kv_transfer.layout import RankLayout
-from twinpool.kv_transfer.links import PeerLink, SourceRank
+from twinpool.kv_transfer.links import PeerLink, RankEndpoint, SourceRank
 from twinpool.kv_transfer.messages import (
     Abandon,
     ConnectorMessage,
@@ -71,21 +70,20 @@ class ImportStats:
 
 
 class ImportTable:
-    """All exchanges and links of one decode rank; see the module. Every method but ``stats``: transfer thread only.
+    """All exchanges and links of one decode worker; see the module. Every method but ``stats``: transfer thread only.
 
-    ``target`` is what this rank holds of each block. ``emit`` takes events and must only enqueue.
+    ``targets`` are the worker's ranks: an exchange is complete when each has read what it holds. ``emit`` takes events
+    and must only enqueue.
     """
 
     def __init__(
         self,
-        connector: Connector,
-        target: RankLayout,
+        targets: Sequence[RankEndpoint],
         limits: ImportLimits,
         emit: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._connector = connector
-        self._target = target
+        self._targets = targets
         self._limits = limits
         self._emit = emit
         self._clock = clock
@@ -101,7 +99,7 @@ class ImportTable:
         """Connects to ``peer`` and warms up; ends in LinkUp or LinkDown. Replaces an earlier link of the peer."""
         self.unlink(peer, "replaced by a new link")
         try:
-            link = PeerLink(peer, epoch, self._connector, self._target, sources, send, self._limits.warm_up_bytes)
+            link = PeerLink(peer, epoch, self._targets, sources, send, self._limits.warm_up_bytes)
         except ConnectorError as error:
             self._emit(LinkDown(peer, epoch, str(error)))
             return
@@ -231,8 +229,8 @@ class ImportTable:
             if not exchange.reads:
                 exchange.reading_at = now
             try:
-                for rank, ranges in exchange.take_ranges().items():
-                    pending = exchange.link.read(rank, ranges, now)
+                for pair, ranges in exchange.take_ranges().items():
+                    pending = exchange.link.read(pair, ranges, now)
                     exchange.reads.append(pending)
                     exchange.read_bytes += pending.read.num_bytes
             except ConnectorError as error:
@@ -276,7 +274,7 @@ class ImportTable:
 
     def _check_complete(self, exchange: Exchange) -> bool:
         """Whether all that Final promises was announced; ends the exchange if not."""
-        missing = exchange.missing(self._target.layout.block_size)
+        missing = exchange.missing(self._targets[0].layout.layout.block_size)
         if missing:
             self._lose(exchange, f"prefill worker {exchange.link.peer} announced incomplete KV: {missing}", leave=True)
         return not missing

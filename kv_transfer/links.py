@@ -1,6 +1,6 @@
-"""A decode rank's link to one prefill worker: a connector link per source rank, warmed up before use.
+"""A decode worker's link to one prefill worker: a connector link per pair of ranks, warmed up before use.
 
-1. ``PeerLink`` connects to every source rank that holds something of ours.
+1. ``PeerLink`` connects each of our ranks to the source ranks that together hold what it needs (``Pair``).
 2. WARMING: ``warm`` reads the source's null block into our null block, which nobody uses: once to connect, then
    ``ROUNDS`` times to measure. ``Open(0)`` asks the source to keep making progress meanwhile.
 3. UP: exchanges read through ``read`` and ``poll``.
@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, Link, Read, ReadState
+from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Endpoint, Link, Read, ReadState
 from twinpool.kv_transfer.layout import RankLayout
 from twinpool.kv_transfer.messages import LINK_TRANSFER_ID, ConnectorMessage, Done, FromDecode, Open
 from twinpool.kv_transfer.plan import plan_reads, shared_layers
@@ -30,11 +30,28 @@ class SourceRank:
     num_blocks: int
 
 
-@dataclass(slots=True)
-class PendingRead:
-    """A read in flight through the link of source rank ``rank``."""
+@dataclass(frozen=True, slots=True)
+class RankEndpoint:
+    """One rank of our own worker: what it holds of each block, and its end of all links."""
 
     rank: int
+    layout: RankLayout
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Rank ``target`` of ours reads from rank ``source`` of the prefill worker."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class PendingRead:
+    """A read in flight through the link of ``pair``."""
+
+    pair: Pair
     read: Read
     posted_at: float
 
@@ -46,13 +63,12 @@ class PeerLink:
         self,
         peer: str,
         epoch: int,
-        connector: Connector,
-        target: RankLayout,
+        targets: Sequence[RankEndpoint],
         sources: Sequence[SourceRank],
         send: Callable[[FromDecode], None],
         warm_up_bytes: int,
     ) -> None:
-        """Connects to all ranks; ``warm_up_bytes`` is about what one round reads.
+        """Connects all pairs; ``warm_up_bytes`` is about what one round reads of a pair.
 
         Raises ConnectorError, with nothing left open, if a rank cannot be reached.
         """
@@ -61,19 +77,21 @@ class PeerLink:
         self.send = send
         self.up = False
         self.gbps = 0.0
-        self._target = target
-        self._pumped = connector.pumped
+        self._targets = {target.rank: target for target in targets}
+        self._pumped = any(target.endpoint.pumped for target in targets)
         self._pumping = False
         self._warm_up_bytes = warm_up_bytes
-        self.sources = {source.rank: source for source in needed_ranks(target, sources)}
-        self._links: dict[int, Link] = {}
+        self._sources = {source.rank: source for source in sources}
+        self._links: dict[Pair, Link] = {}
         self._rounds_left = ROUNDS + 1
         self._round: list[PendingRead] = []
         self._round_bytes = 0
         self._round_started = 0.0
         try:
-            for source in self.sources.values():
-                self._links[source.rank] = connector.connect(source.metadata, self._sender(source.rank))
+            for target in targets:
+                for source in needed_ranks(target.layout, _rotated(sources, target.rank)):
+                    pair = Pair(source.rank, target.rank)
+                    self._links[pair] = target.endpoint.connect(source.metadata, self._sender(pair))
         except ConnectorError:
             self.close()
             raise
@@ -83,30 +101,35 @@ class PeerLink:
         """Connector and transport; several, if ranks differ."""
         return "+".join(sorted({link.transport for link in self._links.values()}))
 
-    def layers(self, rank: int) -> range:
-        """Layers that source rank ``rank`` has for us; empty if it has none."""
-        source = self.sources.get(rank)
-        return shared_layers(source.layout, self._target) if source is not None else range(0)
+    @property
+    def pairs(self) -> Collection[Pair]:
+        """The pairs that together read everything that our ranks hold."""
+        return self._links.keys()
+
+    def layers(self, pair: Pair) -> range:
+        """Layers that are read by ``pair``."""
+        return shared_layers(self._sources[pair.source].layout, self._targets[pair.target].layout)
 
     def plan(
-        self, rank: int, source_blocks: Sequence[int], target_blocks: Sequence[int], layer_start: int, layer_end: int
+        self, pair: Pair, source_blocks: Sequence[int], target_blocks: Sequence[int], layer_start: int, layer_end: int
     ) -> list[CopyRange]:
-        """Plans the copy of layers of some blocks from one source rank."""
-        layout = self.sources[rank].layout
-        return plan_reads(layout, self._target, source_blocks, target_blocks, layer_start, layer_end)
+        """Plans the copy of layers of some blocks."""
+        source, target = self._sources[pair.source].layout, self._targets[pair.target].layout
+        return plan_reads(source, target, source_blocks, target_blocks, layer_start, layer_end)
 
-    def read(self, rank: int, ranges: Sequence[CopyRange], now: float) -> PendingRead:
+    def read(self, pair: Pair, ranges: Sequence[CopyRange], now: float) -> PendingRead:
         """Starts a read. Raises ConnectorError if the source is gone."""
-        return PendingRead(rank, self._links[rank].read(ranges), now)
+        return PendingRead(pair, self._links[pair].read(ranges), now)
 
     def poll(self, pending: PendingRead) -> ReadState:
         """Progress and state of a read."""
-        return self._links[pending.rank].poll(pending.read)
+        return self._links[pending.pair].poll(pending.read)
 
     def deliver(self, message: ConnectorMessage) -> None:
-        """Hands a payload to the link of its rank."""
-        if message.rank in self._links:
-            self._links[message.rank].deliver(message.payload)
+        """Hands a payload to the link of its pair."""
+        link = self._links.get(Pair(message.source, message.target))
+        if link is not None:
+            link.deliver(message.payload)
 
     def pump(self, wanted: bool) -> None:
         """Tells the source whether reads are pending that it knows nothing of."""
@@ -148,15 +171,22 @@ class PeerLink:
         self._rounds_left -= 1
         self._round_bytes = 0
         self._round_started = clock()
-        for rank, source in self.sources.items():
-            ranges = self.plan(rank, [0], [0], 0, source.layout.layout.num_layers)
+        for pair in self._links:
+            layers = self.layers(pair)
+            ranges = self.plan(pair, [0], [0], layers.start, layers.stop)
             block_bytes = sum(item.length for item in ranges)
             repeat = 1 if connecting else max(1, min(64, self._warm_up_bytes // block_bytes))
-            self._round.append(self.read(rank, ranges * repeat, self._round_started))
+            self._round.append(self.read(pair, ranges * repeat, self._round_started))
             self._round_bytes += block_bytes * repeat
 
-    def _sender(self, rank: int) -> Callable[[bytes], None]:
-        return lambda payload: self.send(ConnectorMessage(rank, payload))
+    def _sender(self, pair: Pair) -> Callable[[bytes], None]:
+        return lambda payload: self.send(ConnectorMessage(pair.source, pair.target, payload))
+
+
+def _rotated(sources: Sequence[SourceRank], first: int) -> list[SourceRank]:
+    """``sources`` from another beginning, so that our ranks spread over replicas that hold the same heads."""
+    first %= len(sources) or 1
+    return [*sources[first:], *sources[:first]]
 
 
 def needed_ranks(target: RankLayout, sources: Sequence[SourceRank]) -> list[SourceRank]:

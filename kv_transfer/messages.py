@@ -79,9 +79,10 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorMessage:
-    """Payload between the two connectors of a pair."""
+    """Payload between the connectors of a pair: rank ``source`` of prefill and rank ``target`` of decode."""
 
-    rank: int
+    source: int
+    target: int
     payload: bytes
 
 

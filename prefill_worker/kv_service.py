@@ -12,15 +12,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 import grpc.aio
 
 from twinpool.config import SessionSection
 from twinpool.errors import Unavailable
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError
+from twinpool.kv_transfer.connectors.base import ConnectorError
 from twinpool.kv_transfer.holds import HoldTable
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import ConnectorMessage, FromPrefill
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.prefill_worker.translate import from_decode, to_decode
@@ -66,14 +67,14 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
         identity: KVIdentity,
         holds: HoldTable,
         outboxes: PeerOutboxes,
-        connector: Connector,
+        ranks: Sequence[RankEndpoint],
         transfer: TransferThread,
         section: SessionSection,
     ) -> None:
         self._identity = identity
         self._holds = holds
         self._outboxes = outboxes
-        self._connector = connector
+        self._ranks = ranks
         self._transfer = transfer
         self._section = section
         self._sessions = itertools.count(1)
@@ -91,9 +92,10 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
         outbox = self._outboxes.open(peer)
         outbox.put_control(kv_pb2.SessionResponse(welcome=kv_pb2.Welcome(info=self._identity.to_proto())))
         self._holds.session_began(peer)
-        self._transfer.post(lambda: self._connector.accept(peer, lambda payload: self._send_payload(peer, payload)))
+        targets = [rank.rank for rank in first.hello.ranks]
+        self._transfer.post(partial(self._accept, peer, targets))
         tasks = [
-            asyncio.create_task(self._read(peer, request_iterator, outbox)),
+            asyncio.create_task(self._read(peer, targets, request_iterator, outbox)),
             asyncio.create_task(self._beat(outbox)),
         ]
         log.info("decode worker %s joined", peer)
@@ -105,19 +107,32 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
                 task.cancel()
             self._outboxes.close(peer)
             self._holds.session_ended(peer)
-            self._transfer.post(lambda: self._connector.dismiss(peer))
+            self._transfer.post(partial(self._dismiss, peer, targets))
             log.info("decode worker %s left", peer)
 
-    def _send_payload(self, peer: str, payload: bytes) -> None:
-        self._outboxes.send(peer, ConnectorMessage(0, payload))
+    def _accept(self, peer: str, targets: Sequence[int]) -> None:
+        for source in self._ranks:
+            for target in targets:
+                send = partial(self._send_payload, peer, source.rank, target)
+                source.endpoint.accept(_reader(peer, target), send)
 
-    async def _read(self, peer: str, requests: AsyncIterator[kv_pb2.SessionRequest], outbox: SessionOutbox) -> None:
+    def _dismiss(self, peer: str, targets: Sequence[int]) -> None:
+        for source in self._ranks:
+            for target in targets:
+                source.endpoint.dismiss(_reader(peer, target))
+
+    def _send_payload(self, peer: str, source: int, target: int, payload: bytes) -> None:
+        self._outboxes.send(peer, ConnectorMessage(source, target, payload))
+
+    async def _read(
+        self, peer: str, targets: Sequence[int], requests: AsyncIterator[kv_pb2.SessionRequest], outbox: SessionOutbox
+    ) -> None:
         try:
             while True:
                 async with asyncio.timeout(self._section.dead_after_s):
                     request = await anext(requests)
                 if request.WhichOneof("message") != "heartbeat":
-                    self._take(peer, request, outbox)
+                    self._take(peer, targets, request, outbox)
         except StopAsyncIteration:
             log.debug("%s closed the stream", peer)
         except TimeoutError:
@@ -129,18 +144,21 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
         finally:
             outbox.close()
 
-    def _take(self, peer: str, request: kv_pb2.SessionRequest, outbox: SessionOutbox) -> None:
+    def _take(self, peer: str, targets: Sequence[int], request: kv_pb2.SessionRequest, outbox: SessionOutbox) -> None:
         message = from_decode(request)
         if isinstance(message, ConnectorMessage):
-            loop = asyncio.get_running_loop()
-            self._transfer.post(partial(self._deliver, peer, message.payload, loop, outbox))
+            if message.source >= len(self._ranks) or message.target not in targets:
+                raise ValueError(f"a payload from rank {message.target} to rank {message.source}: there is none")
+            self._transfer.post(partial(self._deliver, peer, message, asyncio.get_running_loop(), outbox))
         else:
             self._holds.receive(peer, message)
 
-    def _deliver(self, peer: str, payload: bytes, loop: asyncio.AbstractEventLoop, outbox: SessionOutbox) -> None:
+    def _deliver(
+        self, peer: str, message: ConnectorMessage, loop: asyncio.AbstractEventLoop, outbox: SessionOutbox
+    ) -> None:
         """On the transfer thread: a payload that makes no sense ends its session, never the process."""
         try:
-            self._connector.deliver(peer, payload)
+            self._ranks[message.source].endpoint.deliver(_reader(peer, message.target), message.payload)
         except ConnectorError as error:
             log.warning("session with %s ends: %s", peer, error)
             loop.call_soon_threadsafe(outbox.close)
@@ -150,3 +168,8 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
             while True:
                 await asyncio.sleep(self._section.report_interval_s)
                 outbox.put_control(kv_pb2.SessionResponse(heartbeat=kv_pb2.Heartbeat()))
+
+
+def _reader(peer: str, target: int) -> str:
+    """The name of one rank of a decode worker, for connectors."""
+    return f"{peer}/{target}"

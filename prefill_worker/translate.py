@@ -37,7 +37,8 @@ def from_decode(request: kv_pb2.SessionRequest) -> FromDecode:
         case "abandon":
             return Abandon(request.abandon.transfer_id)
         case "connector":
-            return ConnectorMessage(request.connector.rank, request.connector.payload)
+            connector = request.connector
+            return ConnectorMessage(connector.source_rank, connector.target_rank, connector.payload)
         case other:
             raise ValueError(f"a decode worker sent {other} inside a session; run equal versions")
 
@@ -64,8 +65,9 @@ def to_decode(message: FromPrefill) -> kv_pb2.SessionResponse:
             return kv_pb2.SessionResponse(released=kv_pb2.Released(transfer_id=transfer_id, valid=valid))
         case Gone(transfer_id, reason):
             return kv_pb2.SessionResponse(gone=kv_pb2.Gone(transfer_id=transfer_id, reason=reason))
-        case ConnectorMessage(rank, payload):
-            return kv_pb2.SessionResponse(connector=kv_pb2.ConnectorMessage(rank=rank, payload=payload))
+        case ConnectorMessage(source, target, payload):
+            connector = kv_pb2.ConnectorMessage(source_rank=source, target_rank=target, payload=payload)
+            return kv_pb2.SessionResponse(connector=connector)
 
 
 def _first_to_proto(first: First) -> kv_pb2.FirstToken:

@@ -90,9 +90,9 @@ class PrefillWorker:
             exports=ExportsPort(self._holds),
             imports=NoImports(),
         )
-        self.host = Host(self.engine, parts.grammars, self.transfer, parts.connector)
+        self.host = Host(self.engine, parts.grammars, self.transfer, parts.close)
         self.kv_service = KvService(
-            parts.identity, self._holds, self._outboxes, parts.connector, self.transfer, config.session
+            parts.identity, self._holds, self._outboxes, parts.ranks, self.transfer, config.session
         )
 
     def listening(self, kv_address: str) -> None:
@@ -102,9 +102,11 @@ class PrefillWorker:
     def _tick(self, now: float) -> float | None:
         """One turn of the transfer thread: proves and expires holds; pumps only while somebody may be reading."""
         due = self._holds.poll(now)
-        if not (self._holds.active and self._parts.connector.pumped):
+        pumped = [item.endpoint for item in self._parts.ranks if item.endpoint.pumped]
+        if not (self._holds.active and pumped):
             return due
-        self._parts.connector.progress()
+        for endpoint in pumped:
+            endpoint.progress()
         return now + PUMP_INTERVAL_S if due is None else min(due, now + PUMP_INTERVAL_S)
 
     def _on_ended(self, transfer_id: int) -> None:

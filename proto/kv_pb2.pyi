@@ -158,12 +158,14 @@ class Gone(_message.Message):
     def __init__(self, transfer_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ConnectorMessage(_message.Message):
-    __slots__ = ("rank", "payload")
-    RANK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("source_rank", "target_rank", "payload")
+    SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
+    TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    rank: int
+    source_rank: int
+    target_rank: int
     payload: bytes
-    def __init__(self, rank: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, source_rank: _Optional[int] = ..., target_rank: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()

@@ -66,6 +66,8 @@ class PoolSection(Section):
     kv_port: int = Field(0, ge=0, le=65535, description="prefill: port of the kv.v1 service; 0 picks a free one")
     advertise: str | None = Field(None, description="host name or address that peers dial; None takes host")
     worker_id: str | None = Field(None, description="identity; None takes role and port")
+    tp_size: int = Field(1, gt=0, description="tensor parallel ranks of each pipeline stage of a worker")
+    pp_size: int = Field(1, gt=0, description="pipeline stages of a worker; its ranks are tp_size × pp_size processes")
     engine: EngineSection = EngineSection()
     drain_timeout_s: float = Field(30.0, ge=0, description="time that running requests get after SIGTERM")
 

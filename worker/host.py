@@ -25,7 +25,6 @@ from typing import Protocol
 
 from twinpool.engine.core import Engine
 from twinpool.engine.grammar import LLGuidanceGrammars
-from twinpool.kv_transfer.connectors.base import Connector
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.rpc import RpcServer
 
@@ -54,12 +53,12 @@ class Host:
     """Owns the threads and servers of one worker process; see the module's life cycle."""
 
     def __init__(
-        self, engine: Engine, grammars: LLGuidanceGrammars, transfer: TransferThread, connector: Connector
+        self, engine: Engine, grammars: LLGuidanceGrammars, transfer: TransferThread, close: Callable[[], None]
     ) -> None:
         self._engine = engine
         self._grammars = grammars
         self._transfer = transfer
-        self._connector = connector
+        self._close = close
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -129,4 +128,4 @@ class Host:
         self._engine_thread.join(30)
         self._grammars.close()
         self._transfer.stop()
-        self._connector.close()
+        self._close()

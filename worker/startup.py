@@ -2,28 +2,22 @@
 
 Order, each step owned by ``Parts`` afterwards and ended by ``worker.host``:
 
-1. Threads: as many for computation as configured, and a short switch interval, so that asyncio beside a busy engine
-   thread keeps its pace (a step of 600 operators otherwise waits 5 ms for the interpreter at each of them).
-2. The connector, which allocates and registers the KV region; the model's weights.
-3. A self-transfer: a real read of our own region through a link to ourselves. Without it a worker is not ready.
+1. The other ranks start, if there are any (see ``rank_group``); all do what ``rank_setup`` says.
+2. The connector, which allocates and registers the KV region once the weights are loaded; a self-transfer.
+3. The connectors of the other ranks, once they are ready. From then on the end of a rank ends this process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import queue
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Literal
 
 from twinpool.config import Config, EngineSection, PoolSection
 from twinpool.engine.core import Engine, EngineConfig
@@ -35,28 +29,32 @@ from twinpool.engine.ports import KVExports, KVImports, OutputSink, RolePolicy, 
 from twinpool.engine.sampler import Sampler
 from twinpool.engine.speculation import AdaptiveProposer, SpeculationController
 from twinpool.errors import ConfigError
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, ReadState
-from twinpool.kv_transfer.connectors.choose import make_connector
-from twinpool.kv_transfer.connectors.ucx import UcxSettings
-from twinpool.kv_transfer.layout import KVLayout, RankLayout
-from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
+from twinpool.kv_transfer.connectors.base import ConnectorError, Endpoint
+from twinpool.kv_transfer.layout import KVLayout
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.proto import worker_pb2
 from twinpool.rpc import PROTOCOL_VERSION
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
+from twinpool.worker.rank_group import RankGroup
+from twinpool.worker.rank_launcher import LocalLauncher
+from twinpool.worker.rank_setup import (
+    choose_device,
+    kv_memory_bytes,
+    make_rank_connector,
+    prepare_process,
+    self_transfer,
+)
 
 log = logging.getLogger(__name__)
 
-SELF_TRANSFER_TIMEOUT_S = 10.0
-SELF = "self"
-"""What we are called as our own peer."""
-GIB = 1 << 30
+Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a role builds its worker from."""
 
-    role: str
+    role: Role
     worker_id: str
     epoch: int
     model_name: str
@@ -66,11 +64,18 @@ class Parts:
     max_model_len: int
     max_num_seqs: int
     layout: KVLayout
-    rank_layout: RankLayout
-    connector: Connector
+    ranks: tuple[RankEndpoint, ...]
+    group: RankGroup
     executor: ModelExecutor
     grammars: LLGuidanceGrammars
     identity: KVIdentity
+
+    def close(self) -> None:
+        """Ends the other ranks, then our own connector. The threads that use them must have ended."""
+        self.group.close()
+        for item in self.ranks:
+            item.endpoint.close()
+        self.executor.close()
 
     def info(self, max_model_len: int, kv_address: str) -> worker_pb2.WorkerInfo:
         """The self-description for routers; ``max_model_len`` is what the engine can hold."""
@@ -88,7 +93,7 @@ class Parts:
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             kv_address=kv_address,
-            connector=self.connector.name,
+            connector=self.identity.connector,
             vocab_size=self.vocab_size,
         )
 
@@ -110,109 +115,72 @@ def check_port(host: str, port: int, key: str) -> None:
             ) from error
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that ``model.device`` names. Raises ConfigError if it is not there."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda, but torch sees no CUDA device; install torch's CUDA build or use cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 def load_parts(
-    config: Config, role: str, pool: PoolSection, model_folder: Path, progress: Callable[[int, int], None]
+    config: Config, role: Role, pool: PoolSection, model_folder: Path, progress: Callable[[int, int], None]
 ) -> Parts:
-    """Loads the model and allocates the KV region.
+    """Starts the ranks, loads the model and allocates the KV regions.
 
     Raises:
-        ConfigError: the model, the device, the connector or a size does not work here; says why and what to do.
+        ConfigError: the model, a device, the connector or a size does not work here; says why and what to do.
     """
     section = pool.engine
-    if section.threads:
-        torch.set_num_threads(section.threads)
-    sys.setswitchinterval(0.0001)
-    device = choose_device(config.model.device)
-    ucx = UcxSettings.for_host(pool.host, config.transport.ucx_tls, config.transport.ucx_net_devices)
+    prepare_process(section)
+    launcher = LocalLauncher()
+    group = RankGroup(pool, launcher)
     try:
-        connector = make_connector(config.transport.connector, ucx, pool.host)
-    except ConnectorError as error:
-        raise ConfigError(str(error)) from error
-    try:
+        device = choose_device(config.model.device, *launcher.locate(0, group.parallel.size))
+        connector = make_rank_connector(config, pool)
+        group.join(config, role, model_folder, device)
         built = build_executor(
             model_folder,
             dtype=config.model.dtype,
             device=device,
             block_size=section.block_size,
             num_blocks=section.num_blocks,
-            kv_memory_bytes=kv_memory(section, device),
+            kv_memory_bytes=kv_memory_bytes(section),
             allocate=connector.allocate,
             make_sampler=Sampler,
             max_model_len=config.model.max_model_len,
             progress=progress,
+            followers=group,
         )
-        self_transfer(connector, built.rank_layout)
+        self_transfer(connector, built.shard.rank_layout)
+        endpoints: list[Endpoint] = [connector, *group.endpoints(_rank_lost)]
     except (ConnectorError, UnsupportedModel, DoesNotFit) as error:
-        connector.close()
+        group.close()
         raise ConfigError(str(error)) from error
+    except BaseException:
+        group.close()
+        raise
     worker_id = pool.worker_id or f"{role}-{socket.gethostname()}-{pool.port or os.getpid()}"
     epoch = secrets.randbits(64)
-    region = RankRegion(0, built.rank_layout, built.executor.num_blocks, connector.metadata())
+    model = built.config
+    ranks = tuple(RankEndpoint(rank, built.shard.layout_of(rank), endpoint) for rank, endpoint in enumerate(endpoints))
+    regions = tuple(RankRegion(item.rank, item.layout, built.num_blocks, item.endpoint.metadata()) for item in ranks)
     return Parts(
         role=role,
         worker_id=worker_id,
         epoch=epoch,
         model_name=config.model.name or model_folder.name,
-        revision=built.config.revision,
-        eos_ids=built.config.eos_ids,
-        vocab_size=built.config.vocab_size,
+        revision=model.revision,
+        eos_ids=model.eos_ids,
+        vocab_size=model.vocab_size,
         max_model_len=built.max_model_len,
         max_num_seqs=section.max_num_seqs,
         layout=built.layout,
-        rank_layout=built.rank_layout,
-        connector=connector,
+        ranks=ranks,
+        group=group,
         executor=built.executor,
-        grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", built.config.vocab_size, built.config.eos_ids),
-        identity=KVIdentity(worker_id, epoch, built.config.revision, built.layout, connector.name, (region,)),
+        grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", model.vocab_size, model.eos_ids),
+        identity=KVIdentity(worker_id, epoch, model.revision, built.layout, connector.name, regions),
     )
 
 
-def kv_memory(section: EngineSection, device: torch.device) -> int:
-    """Bytes for KV: as configured, else 1 GiB on CPU and 85 % of what is free on a GPU."""
-    if section.kv_memory_gib is not None:
-        return int(section.kv_memory_gib * GIB)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(0.85 * free)
-    return GIB
-
-
-def self_transfer(connector: Connector, layout: RankLayout) -> None:
-    """Reads our own null block through a link to ourselves; proves that the connector works on this machine.
-
-    Raises:
-        ConnectorError: it does not.
-    """
-    # Payloads between our two ends wait here, as they would in a session, for both belong to this thread.
-    inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    connector.accept(SELF, lambda payload: inbox.put(partial(link.deliver, payload)))
-    link = connector.connect(connector.metadata(), lambda payload: inbox.put(partial(connector.deliver, SELF, payload)))
-    try:
-        read = link.read([CopyRange(0, 0, layout.block_bytes)])
-        deadline = time.monotonic() + SELF_TRANSFER_TIMEOUT_S
-        while (state := link.poll(read)) is ReadState.PENDING:
-            connector.progress()
-            with contextlib.suppress(queue.Empty):
-                inbox.get(timeout=PUMP_INTERVAL_S)()
-            if time.monotonic() > deadline:
-                break
-        if state is not ReadState.DONE:
-            raise ConnectorError(
-                f"the {connector.name} connector could not read from this worker's own memory ({state.value}); "
-                "check transport.ucx_tls and transport.ucx_net_devices, or use transport.connector local"
-            )
-    finally:
-        link.close()
-        connector.dismiss(SELF)
+def _rank_lost(rank: int) -> None:
+    """The other ranks hold the rest of every request's KV, and may hang in a collective: the process ends at once."""
+    log.critical("rank %d of this worker ended, the worker ends", rank)
+    logging.shutdown()
+    os._exit(1)
 
 
 def make_engine(

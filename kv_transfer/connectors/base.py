@@ -2,7 +2,8 @@
 
 Life cycle:
 
-1. Each rank makes one ``Connector`` and lets it ``allocate`` the KV region (the connector owns that memory).
+1. Each rank makes one ``Connector`` and lets it ``allocate`` the KV region (the connector owns that memory). Whoever
+   uses the links of a rank sees its ``Endpoint``, which may be in another process.
 2. The source publishes ``metadata()``; it travels to readers over the authenticated ``kv.v1`` session only.
 3. A reader calls ``connect(metadata)`` per peer and gets a ``Link``: one agent per peer.
 4. ``Link.read`` starts a read, ``Link.poll`` observes it. A read that was started may land until it is DONE or FAILED,
@@ -77,7 +78,7 @@ Send = Callable[[bytes], None]
 """Sends a payload to the other end's connector over the kv.v1 session; any thread."""
 
 
-class Connector(Protocol):
+class Endpoint(Protocol):
     """One rank's end of all its links, as source and as reader."""
 
     @property
@@ -87,9 +88,6 @@ class Connector(Protocol):
     @property
     def pumped(self) -> bool:
         """Whether reads from us need our ``progress()``; if not, sources may sleep while others read."""
-
-    def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Allocates and registers the region: flat uint8. Called once."""
 
     def metadata(self) -> bytes:
         """What a reader needs to connect; opaque."""
@@ -113,6 +111,13 @@ class Connector(Protocol):
 
     def close(self) -> None:
         """Ends all links and frees the region. Idempotent."""
+
+
+class Connector(Endpoint, Protocol):
+    """An endpoint in this process, with its region."""
+
+    def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Allocates and registers the region: flat uint8. Called once."""
 
 
 def check_ranges(ranges: Sequence[CopyRange], source_bytes: int, target_bytes: int) -> int:

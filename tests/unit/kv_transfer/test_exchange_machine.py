@@ -25,6 +25,7 @@ from twinpool.kv_transfer.events import Event, Finished, LinkDown, LinkUp, Loade
 from twinpool.kv_transfer.holds import HoldLimits, HoldTable
 from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
 from twinpool.kv_transfer.layout import KVLayout, RankLayout
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import First, FromDecode, FromPrefill
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=2, block_size=2, dtype="float32")
@@ -161,7 +162,10 @@ class ExchangeMachine(RuleBasedStateMachine):
         self.faults: deque[Fault] = deque()
         self.linked = False
         self.imports = ImportTable(
-            self.connector, WHOLE, ImportLimits(read_timeout_s=20, warm_up_bytes=0), self.take, self.clock
+            [RankEndpoint(0, WHOLE, self.connector)],
+            ImportLimits(read_timeout_s=20, warm_up_bytes=0),
+            self.take,
+            self.clock,
         )
         self.connect()
         self.nothing_disturbs()

@@ -9,6 +9,7 @@ from twinpool.kv_transfer.connectors.local import LocalConnector
 from twinpool.kv_transfer.events import Event, Finished, LinkDown, LinkUp, Loaded, Lost, Readable, Safe
 from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
 from twinpool.kv_transfer.layout import KVLayout, RankLayout
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import (
     Abandon,
     ConnectorMessage,
@@ -55,7 +56,9 @@ class World:
             view.copy_(self.full[:, shape.layer_start : shape.layer_end, :, shape.head_start : shape.head_end])
         self.connector = PumpedConnector(LocalConnector(), self.fault)
         self.view = self.target.view(self.connector.allocate(NUM_BLOCKS * self.target.block_bytes, CPU))
-        self.table = ImportTable(self.connector, self.target, self.limits, self.events.append, lambda: self.now)
+        self.table = ImportTable(
+            [RankEndpoint(0, self.target, self.connector)], self.limits, self.events.append, lambda: self.now
+        )
 
     def fault(self, number: int) -> Fault:
         return self.faults.pop(0) if self.faults else Fault.NONE
@@ -378,10 +381,10 @@ def test_a_lost_session_loses_and_frees_everything_at_once(world: World) -> None
 
 def test_a_payload_that_the_connector_does_not_take_breaks_the_link(world: World) -> None:
     world.reading(Fault.HANG)
-    world.table.receive("q", ConnectorMessage(0, b"?"))
-    world.table.receive("p", ConnectorMessage(5, b"?"))
+    world.table.receive("q", ConnectorMessage(0, 0, b"?"))
+    world.table.receive("p", ConnectorMessage(5, 0, b"?"))
     assert world.take() == []
-    world.table.receive("p", ConnectorMessage(0, b"?"))
+    world.table.receive("p", ConnectorMessage(0, 0, b"?"))
     assert [type(event) for event in world.take()] == [Lost, Safe, LinkDown]
 
 
