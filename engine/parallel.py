@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from twinpool.engine.errors import UnsupportedModel
+
 
 class Collective(Protocol):
     """Combines the tensors of all TP ranks of a stage."""
@@ -93,10 +95,10 @@ class ParallelContext:
         """This rank's range ``[start, end)`` of ``total`` equal parts.
 
         Raises:
-            ValueError: ``total`` is not divisible by ``tp_size``; ``what`` names it.
+            UnsupportedModel: ``total`` is not divisible by ``tp_size``; ``what`` names it.
         """
         if total % self.tp_size:
-            raise ValueError(f"{what} ({total}) cannot be split over tensor parallel size {self.tp_size}")
+            raise UnsupportedModel(f"{what} ({total}) cannot be split over tensor parallel size {self.tp_size}")
         size = total // self.tp_size
         return self.tp_rank * size, (self.tp_rank + 1) * size
 
@@ -104,12 +106,12 @@ class ParallelContext:
         """This rank's KV heads; with more ranks than heads, neighbouring ranks hold the same head.
 
         Raises:
-            ValueError: neither divides the other.
+            UnsupportedModel: neither divides the other.
         """
         if total >= self.tp_size:
             return self.shard(total, "number of KV heads")
         if self.tp_size % total:
-            raise ValueError(f"{total} KV heads cannot be replicated over tensor parallel size {self.tp_size}")
+            raise UnsupportedModel(f"{total} KV heads cannot be replicated over tensor parallel size {self.tp_size}")
         head = self.tp_rank * total // self.tp_size
         return head, head + 1
 

@@ -8,6 +8,7 @@ test is the same. Without a prefill pool the decode engine serves alone: the mon
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
+from twinpool.config import Config, EngineSection, ModelConfig, PoolSection, TransportSection
 from twinpool.decode_worker.policy import DecodePolicy
 from twinpool.decode_worker.translate import first_token
 from twinpool.engine import commands
@@ -40,9 +43,12 @@ from twinpool.kv_transfer.connectors.local import LocalConnector
 from twinpool.kv_transfer.events import Event, Finished, LinkDown, LinkUp, Loaded, Lost, Readable, Safe
 from twinpool.kv_transfer.holds import HoldLimits, HoldTable
 from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.prefill_worker.policy import PrefillPolicy
 from twinpool.prefill_worker.worker import ExportsPort
+from twinpool.worker.rank_group import RankGroup
+from twinpool.worker.rank_launcher import LocalLauncher
 
 CPU = torch.device("cpu")
 PEER_D, PEER_P = "decode", "prefill"
@@ -59,13 +65,25 @@ class Grammars(LLGuidanceGrammars):
 
 @dataclass(frozen=True)
 class Pool:
-    """An executor and its KV region, for one engine after the other; KV of earlier engines stays in it as garbage."""
+    """An executor and its KV regions, for one engine after the other; KV of earlier engines stays in them as garbage.
+
+    Ranks other than 0 are real processes.
+    """
 
     built: BuiltExecutor
-    connector: LocalConnector
+    group: RankGroup
+    ranks: Sequence[RankEndpoint]
 
     @classmethod
-    def load(cls, folder: Path, block_size: int, num_blocks: int) -> Pool:
+    def load(cls, folder: Path, block_size: int, num_blocks: int, tp_size: int = 1, pp_size: int = 1) -> Pool:
+        section = EngineSection(block_size=block_size, num_blocks=num_blocks)
+        config = Config(
+            model=ModelConfig(path=str(folder), dtype="float32"),
+            decode=PoolSection(tp_size=tp_size, pp_size=pp_size, engine=section),
+            transport=TransportSection(connector="local"),
+        )
+        group = RankGroup(config.decode, LocalLauncher())
+        group.join(config, "decode", folder, CPU)
         connector = LocalConnector()
         built = build_executor(
             folder,
@@ -75,12 +93,16 @@ class Pool:
             num_blocks=num_blocks,
             allocate=connector.allocate,
             make_sampler=Sampler,
+            followers=group,
         )
-        return cls(built, connector)
+        endpoints = [connector, *group.endpoints(lambda rank: pytest.fail(f"rank {rank} ended"))]
+        ranks = [RankEndpoint(rank, built.shard.layout_of(rank), endpoint) for rank, endpoint in enumerate(endpoints)]
+        return cls(built, group, ranks)
 
     def close(self) -> None:
         self.built.executor.close()
-        self.connector.close()
+        self.group.close()
+        self.ranks[0].endpoint.close()
 
 
 @dataclass(frozen=True)
@@ -188,9 +210,10 @@ class Pair:
             prefix_caching=caching,
         )
         grammars = grammars or {}
-        self.table = ImportTable(
-            decode.connector, decode.built.rank_layout, ImportLimits(warm_up_bytes=0), self._on_event, clock
-        )
+        # Other ranks read in their own time, not in turns: no limit, and pauses while they do.
+        self._pauses = any(pool is not None and len(pool.ranks) > 1 for pool in self._pools)
+        limits = ImportLimits(read_timeout_s=1e9 if self._pauses else 20.0, warm_up_bytes=0)
+        self.table = ImportTable(decode.ranks, limits, self._on_event, clock)
         self.decode = Engine(
             config,
             decode.built.executor,
@@ -235,9 +258,10 @@ class Pair:
         pool = self._pools[1]
         assert pool is not None
         self.holds.session_began(PEER_D)
-        source = SourceRank(0, pool.built.rank_layout, pool.connector.metadata(), pool.built.num_blocks)
-        self.table.link(PEER_P, 1, [source], self._to_prefill.append)
-        for _ in range(10):
+        num_blocks = pool.built.num_blocks
+        sources = [SourceRank(r.rank, r.layout, r.endpoint.metadata(), num_blocks) for r in pool.ranks]
+        self.table.link(PEER_P, 1, sources, self._to_prefill.append)
+        for _ in range(10_000 if self._pauses else 10):
             if any(isinstance(event, LinkUp) for event in self.events):
                 return
             self._exchange()
@@ -348,6 +372,8 @@ class Pair:
         self.table.poll(self.now)
         if self.prefill is not None:
             self.holds.poll(self.now)
+        if self._pauses and not moved:
+            time.sleep(0.0005)
         return moved
 
     def _hold_ended(self, transfer_id: int) -> None:

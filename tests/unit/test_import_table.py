@@ -17,7 +17,7 @@ ALLOWED = {
     "proto": set(),
     "router": SHARED | {"twinpool.proto"},
     "engine": {"twinpool.kernels", "twinpool.kv_transfer.layout"},
-    "worker": SHARED | {"twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"},
+    "worker": SHARED | {"twinpool.logs", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"},
     "prefill_worker": ROLE,
     "decode_worker": ROLE,
     "kv_transfer": set(),
