@@ -9,6 +9,7 @@ Order, each step owned by ``Parts`` afterwards and ended by ``worker.host``:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -126,32 +127,32 @@ def load_parts(
     section = pool.engine
     prepare_process(section)
     launcher = LocalLauncher()
-    group = RankGroup(pool, launcher)
-    try:
-        device = choose_device(config.model.device, *launcher.locate(0, group.parallel.size))
-        connector = make_rank_connector(config, pool)
-        group.join(config, role, model_folder, device)
-        built = build_executor(
-            model_folder,
-            dtype=config.model.dtype,
-            device=device,
-            block_size=section.block_size,
-            num_blocks=section.num_blocks,
-            kv_memory_bytes=kv_memory_bytes(section),
-            allocate=connector.allocate,
-            make_sampler=Sampler,
-            max_model_len=config.model.max_model_len,
-            progress=progress,
-            followers=group,
-        )
-        self_transfer(connector, built.shard.rank_layout)
-        endpoints: list[Endpoint] = [connector, *group.endpoints(_rank_lost)]
-    except (ConnectorError, UnsupportedModel, DoesNotFit) as error:
-        group.close()
-        raise ConfigError(str(error)) from error
-    except BaseException:
-        group.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        group = RankGroup(pool, launcher)
+        undo.callback(group.close)
+        try:
+            device = choose_device(config.model.device, *launcher.locate(0, group.parallel.size))
+            connector = make_rank_connector(config, pool)
+            undo.callback(connector.close)
+            group.join(config, role, model_folder, device)
+            built = build_executor(
+                model_folder,
+                dtype=config.model.dtype,
+                device=device,
+                block_size=section.block_size,
+                num_blocks=section.num_blocks,
+                kv_memory_bytes=kv_memory_bytes(section),
+                allocate=connector.allocate,
+                make_sampler=Sampler,
+                max_model_len=config.model.max_model_len,
+                progress=progress,
+                followers=group,
+            )
+            self_transfer(connector, built.shard.rank_layout)
+            endpoints: list[Endpoint] = [connector, *group.endpoints(_rank_lost)]
+        except (ConnectorError, UnsupportedModel, DoesNotFit) as error:
+            raise ConfigError(str(error)) from error
+        undo.pop_all()
     worker_id = pool.worker_id or f"{role}-{socket.gethostname()}-{pool.port or os.getpid()}"
     epoch = secrets.randbits(64)
     model = built.config
