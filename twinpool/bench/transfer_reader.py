@@ -23,6 +23,7 @@ from twinpool.decode_worker.prefill_link import PrefillLink
 from twinpool.kv_transfer.connectors.nixl_raw import RawReader
 from twinpool.kv_transfer.events import Event, LinkDown, LinkUp, Loaded, Lost, Readable
 from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.kv_transfer.plan import plan_reads
 from twinpool.kv_transfer.transfer_thread import TransferThread
@@ -39,7 +40,7 @@ class Reader:
         self._side = side
         self._orders = orders
         self._loop = asyncio.get_running_loop()
-        self._table = ImportTable(side.connector, RANK, ImportLimits(), self._on_event)
+        self._table = ImportTable([RankEndpoint(0, RANK, side.connector)], ImportLimits(), self._on_event)
         self._transfer = TransferThread("transfer", self._table.poll, self._on_error)
         self._transfer.start()
         self._wanted = 0

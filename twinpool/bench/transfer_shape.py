@@ -10,7 +10,7 @@ from twinpool.kv_transfer.connectors.choose import make_connector
 from twinpool.kv_transfer.connectors.ucx import UcxSettings
 from twinpool.kv_transfer.layout import KVLayout, RankLayout
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
-from twinpool.worker.startup import choose_device
+from twinpool.worker.rank_setup import choose_device
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
 RANK = RankLayout.whole(LAYOUT)
@@ -31,7 +31,7 @@ def make_side(name: str, max_blocks: int, tls: str | None) -> Side:
     """Makes a NIXL connector with room for ``max_blocks`` scattered blocks. Raises ConnectorError if it cannot."""
     connector = make_connector("nixl", UcxSettings.for_host("127.0.0.1", tls))
     num_blocks = 2 * max_blocks + 1
-    region = connector.allocate(num_blocks * RANK.block_bytes, choose_device("cpu"))
+    region = connector.allocate(num_blocks * RANK.block_bytes, choose_device("cpu", 0, 1))
     region.fill_(7)
     ranks = (RankRegion(0, RANK, num_blocks, connector.metadata()),)
     return Side(connector, region, KVIdentity(name, EPOCH, "bench", LAYOUT, connector.name, ranks))

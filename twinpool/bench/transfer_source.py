@@ -12,10 +12,11 @@ import json
 import sys
 import threading
 
-from twinpool.bench.transfer_shape import LAYOUT, SOURCE_ID, make_side, source_blocks
+from twinpool.bench.transfer_shape import LAYOUT, RANK, SOURCE_ID, make_side, source_blocks
 from twinpool.config import SessionSection
 from twinpool.kv_transfer.hold import HoldLimits
 from twinpool.kv_transfer.holds import HoldTable
+from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import First
 from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S, TransferThread
 from twinpool.prefill_worker.kv_service import KvService, PeerOutboxes
@@ -43,8 +44,9 @@ class Source:
         limits = HoldLimits(open_timeout_s=600, hold_timeout_s=600)
         self._holds = HoldTable(limits, self._outboxes.send, lambda transfer_id: None, self._transfer.wake)
         self._spinning = threading.Event()
+        ranks = [RankEndpoint(0, RANK, self._side.connector)]
         self.service = KvService(
-            self._side.identity, self._holds, self._outboxes, self._side.connector, self._transfer, SessionSection()
+            self._side.identity, self._holds, self._outboxes, ranks, self._transfer, SessionSection()
         )
         self._transfer.start()
 
