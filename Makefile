@@ -9,7 +9,7 @@ DEV := $(VENV)/.stamp-dev
 INPUTS := pyproject.toml constraints/cpu.txt constraints/tools.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-all lint format proto wheel clean
+.PHONY: help demo up test test-all soak lint format proto wheel clean
 
 help: ## Lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: $(DEV) lint ## Lint, types, proto freshness and the tests that need no GPU
 
 test-all: $(DEV) lint ## Like test, with the slow tests and, on a GPU, those for it
 	$(BIN)/pytest tests $(ARGS)
+
+soak: $(DEV) ## Kills and stops workers under load for SOAK_MINUTES (20) and checks every answer
+	$(BIN)/python -P scripts/soak
 
 lint: $(DEV) ## Lint, types and proto freshness
 	$(BIN)/ruff check .
