@@ -43,4 +43,4 @@ async def _serve(config: Config, model_folder: Path) -> int:
     )
     worker.host.start()
     servers = [(server, WORKER_SERVICE), (kv_server, KV_SERVICE)]
-    return await worker.host.serve(worker, servers, pool.drain_timeout_s, config.transport.hold_timeout_s)
+    return await worker.host.serve(worker, servers, pool.drain_timeout_s, config.transport.read_timeout_s)

@@ -72,7 +72,7 @@ class Leg:
     role: Role
     output: Callable[[Attempt, Role, Output], None]
     failed: Callable[[Attempt, Role, Failure], None]
-    lost: Callable[[Attempt, Role, str], None]
+    lost: Callable[[Attempt, Role, str, bool], None]
 
     def on_output(self, output: Output) -> None:
         """See ``AttemptSink``."""
@@ -86,9 +86,9 @@ class Leg:
         """See ``AttemptSink``."""
         self.attempt.loaded = True
 
-    def on_session_end(self, reason: str) -> None:
+    def on_session_end(self, reason: str, crashed: bool) -> None:
         """See ``AttemptSink``."""
-        self.lost(self.attempt, self.role, reason)
+        self.lost(self.attempt, self.role, reason, crashed)
 
 
 def submission_for(attempt: Attempt, request: ResolvedRequest, first: Choice, remaining_s: float) -> Submission:

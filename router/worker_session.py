@@ -57,8 +57,8 @@ class AttemptSink(Protocol):
     def on_loaded(self) -> None:
         """Its KV is confirmed on the decode worker."""
 
-    def on_session_end(self, reason: str) -> None:
-        """The worker is gone; the session has forgotten the attempt."""
+    def on_session_end(self, reason: str, crashed: bool) -> None:
+        """The worker is gone; the session has forgotten the attempt. ``crashed``: it died or hangs, nobody ended it."""
 
 
 class Directory(Protocol):
@@ -108,7 +108,7 @@ class WorkerSession:
     def submit(self, submission: Submission, sink: AttemptSink) -> None:
         """Starts an attempt; its news go to ``sink`` until it is cancelled, forgotten, failed or the session ends."""
         if self._outbox is None:
-            sink.on_session_end(f"{self.address} is not connected")
+            sink.on_session_end(f"{self.address} is not connected", crashed=False)
             return
         self._sinks[submission.attempt_id] = sink
         self._sent_requests += submission.n
@@ -149,8 +149,8 @@ class WorkerSession:
         outbox: Outbox[worker_pb2.SessionRequest] = Outbox()
         outbox.put_control(wire.hello(self._identity.router_id, self._identity.epoch, self._protocol))
         call = worker_pb2_grpc.WorkerServiceStub(opened).Session(aiter(outbox))
-        tasks: list[asyncio.Task[str]] = []
-        reason = "the router stops"
+        tasks: list[asyncio.Task[tuple[str, bool]]] = []
+        reason, crashed = "the router stops", False
         try:
             reason = await self._greet(call)
             if reason:
@@ -160,14 +160,14 @@ class WorkerSession:
             self._set_state("alive")
             tasks = [asyncio.create_task(self._receive(call)), asyncio.create_task(self._tick(outbox))]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            reason = done.pop().result()
+            reason, crashed = done.pop().result()
         finally:
             for task in tasks:
                 task.cancel()
             outbox.close()
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._end(reason)
+            self._end(reason, crashed)
 
     async def _greet(self, call: Any) -> str:
         """Waits for ``Welcome``; returns why the worker cannot be used, or nothing."""
@@ -201,15 +201,15 @@ class WorkerSession:
             )
         return self._directory.refusal(self, info)
 
-    async def _receive(self, call: Any) -> str:
-        """Reads until the stream ends; returns why it ended."""
+    async def _receive(self, call: Any) -> tuple[str, bool]:
+        """Reads until the stream ends; returns why, and whether the worker broke it instead of closing it."""
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self._last_heard = time.monotonic()
                 self._handle(message)
         except grpc.aio.AioRpcError as error:
-            return f"{self.address}: {error.details() or error.code().name}"
-        return f"{self.address} closed the session"
+            return f"{self.address}: {error.details() or error.code().name}", True
+        return f"{self.address} closed the session", False
 
     def _handle(self, message: worker_pb2.SessionResponse) -> None:
         kind = message.WhichOneof("message")
@@ -235,7 +235,7 @@ class WorkerSession:
             if sink is not None:
                 sink.on_failed(wire.failure(message.failed))
 
-    async def _tick(self, outbox: Outbox[worker_pb2.SessionRequest]) -> str:
+    async def _tick(self, outbox: Outbox[worker_pb2.SessionRequest]) -> tuple[str, bool]:
         """Sends heartbeats and watches for silence; returns when the worker is dead."""
         interval = self._config.report_interval_s
         while True:
@@ -247,7 +247,7 @@ class WorkerSession:
                 self._last_heard = now  # this process stood still: silence says nothing about the worker
             silence = now - self._last_heard
             if silence >= self._config.dead_after_s:
-                return f"{self.address} was silent for {silence:.1f} s"
+                return f"{self.address} was silent for {silence:.1f} s", True
             if silence >= self._config.suspect_after_s and self.state == "alive":
                 self._set_state("suspect")
 
@@ -256,7 +256,7 @@ class WorkerSession:
         self.error = ""
         self._directory.changed(self)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, crashed: bool) -> None:
         was_usable = self.usable
         self._outbox = None
         self._peers = None
@@ -267,7 +267,7 @@ class WorkerSession:
         self._directory.changed(self)
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.on_session_end(reason)
+            sink.on_session_end(reason, crashed)
 
     def _send_cancel(self, attempt_id: int) -> None:
         """Queued behind the attempt's own ``Submit``, which it must not overtake."""

@@ -6,7 +6,7 @@ Life cycle of the process:
    and the servers. Ready is said through health once a self-transfer has worked (see ``startup``).
 2. SIGTERM or SIGINT drains: health turns NOT_SERVING, new attempts are refused, running ones get ``drain_timeout_s``.
    What is left then is handed over: its attempts fail with DRAINING and the router continues them elsewhere.
-   Promised KV is served until it is released. A second signal skips the waiting.
+   Promised KV is served until it is released, for as long as a read may take. A second signal skips the waiting.
 3. Servers stop (routers see their sessions end), then the engine, the grammar threads, the transfer thread, and the
    connector.
 
@@ -104,7 +104,7 @@ class Host:
         for server, service in servers:
             await server.set_serving(service, False)
         await self._until(lambda: not role.busy, drain_timeout_s)
-        if role.busy:
+        if role.busy and self._exit_code == 0:  # after a failure the sessions break, which counts as a crash
             log.info("handing unfinished attempts over")
             role.hand_over()
         await self._until(lambda: not role.promised, promise_timeout_s)

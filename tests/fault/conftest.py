@@ -35,8 +35,6 @@ def running_farm(
         "prefill.engine.prefill_chunk": 64,
         "prefill.engine.num_blocks": 900,
         "decode.engine.num_blocks": 900,
-        # Over TCP a source must take part in every read, so that a stopped one really leaves reads hanging.
-        "transport.ucx_tls": "tcp,self",
     }
     cluster = Cluster.of(tmp_path_factory.mktemp("farm"), long_llama, 2, 2, settings)
     try:

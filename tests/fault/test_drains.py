@@ -17,13 +17,13 @@ async def test_scaling_both_pools_from_two_to_one_under_load(farm: Cluster) -> N
     """Streams outlast the drain time of a second: they are handed over."""
     async with farm.client() as client:
         wanted = await all_kinds(client, 60)
-        long = [prompt(70 + number, 100) for number in range(4)]
-        options: dict[str, Any] = {"max_tokens": 2500, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+        long = [prompt(70 + number, 100) for number in range(8)]
+        options: dict[str, Any] = {"max_tokens": 1500, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         wanted_long = await asyncio.gather(*(client.generate(ids, **options) for ids in long))
         leaving = asyncio.Event()
         loops = [asyncio.create_task(keep_asking(client, wanted, leaving)) for _ in range(2)]
         streams = [asyncio.create_task(client.generate(ids, **options)) for ids in long]
-        await asyncio.sleep(0.5)
+        await farm.until(lambda status: all(w.running > 2 for w in status.workers if w.role == "decode"), 30.0)
         codes = await asyncio.gather(
             asyncio.to_thread(farm.terminate, "decode-0"), asyncio.to_thread(farm.terminate, "prefill-0")
         )

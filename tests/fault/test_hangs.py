@@ -38,6 +38,22 @@ async def test_decode_worker_hangs_and_comes_back(farm: Cluster) -> None:
         await farm.until(back, 20.0)
 
 
+async def test_router_hangs_and_its_streams_go_on(farm: Cluster) -> None:
+    """Workers take it for dead and abort; it finds its sessions closed, which is no crash of theirs, and goes on."""
+    async with farm.client() as client:
+        wanted = await all_kinds(client, 300)
+
+        async def pause() -> None:
+            farm.signal("router", signal.SIGSTOP)
+            await asyncio.sleep(3.0)
+            farm.signal("router", signal.SIGCONT)
+
+        got = await all_kinds(client, 300, after=60, then=pause)
+        check_all_same(got, wanted)
+        assert sum(answer.usage.redispatches for answer in got) > 0
+        await farm.all_free()
+
+
 async def test_prefill_worker_hangs_while_decode_reads(farm: Cluster) -> None:
     prompts = [prompt(number, 2400) for number in range(41, 47)]
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}

@@ -23,6 +23,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def running_pools(tmp_path_factory: pytest.TempPathFactory, long_llama: Path, pace: dict[str, object]) -> Iterator[Any]:
+    # Over TCP a source must take part in every read, so that a stopped one really leaves reads hanging.
     settings: dict[str, object] = {**pace, "model.dtype": "float32", "transport.ucx_tls": "tcp,self"}
     for pool in ("prefill", "decode"):
         settings[f"{pool}.engine.block_size"] = BLOCK
