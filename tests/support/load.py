@@ -23,6 +23,11 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "logprobs": {"temperature": 0.0, "logprobs": 3},
     "two choices": {"temperature": 1.0, "seed": 11, "n": 2},
+    "json": {
+        "temperature": 1.0,
+        "seed": 5,
+        "json_schema": '{"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}',
+    },
 }
 
 STREAM_KINDS = [*KINDS, *KINDS]
