@@ -43,6 +43,12 @@ class Attempt:
             return False
         return ("prefill", self.choices[0]) not in self.stats
 
+    def was_running_on(self, role: Role) -> bool:
+        """Whether the request may be what killed the worker: one that only waited there is beyond suspicion."""
+        if role == "prefill":
+            return not self.prefilled.issuperset(self.choices)
+        return self.loaded or self.prefill is None
+
     def stats_of(self, role: Role) -> Stats | None:
         """What one worker did: the account of its first choice, which did the work that the others share."""
         return min(((choice, s) for (r, choice), s in self.stats.items() if r == role), default=(0, None))[1]

@@ -284,15 +284,9 @@ class Flow:
     def _on_lost(self, attempt: Attempt, role: Role, reason: str, crashed: bool) -> None:
         if attempt.ended or self._is_over(attempt) or (role == "prefill" and self._needs_no_prefill(attempt)):
             return
-        if crashed and self._was_running(attempt, role):
+        if crashed and attempt.was_running_on(role):
             self._ledger.crashed(attempt.choices)
         self._retry(attempt, "worker_lost", reason)
-
-    def _was_running(self, attempt: Attempt, role: Role) -> bool:
-        """Whether the request may be what killed the worker: one that only waited there is beyond suspicion."""
-        if role == "prefill":
-            return not attempt.prefilled.issuperset(attempt.choices)
-        return attempt.loaded or attempt.prefill is None
 
     def _needs_no_prefill(self, attempt: Attempt) -> bool:
         """Whether decode has the KV, and the client the prompt's log probabilities, which come from prefill alone."""
