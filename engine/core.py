@@ -274,7 +274,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         announcements = self._exporter.step(plan)
-        generates = [entry.request.is_decoding for entry in plan.scheduled]
+        learns = self._speculation is not None and all(entry.request.is_decoding for entry in plan.scheduled)
         began = self._clock()
         try:
             result = self._executor.run(plan, announcements.layer_groups, announcements.on_layers)
@@ -289,7 +289,7 @@ class Engine:
             self._scheduler.retire(plan, failed=True)
             return
         now = self._clock()
-        if all(generates):
+        if learns:
             self._learn(plan, result, now - began)
         self._postprocessor.apply(plan, result, now)
 

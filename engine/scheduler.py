@@ -102,8 +102,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Plans a step; with nothing to compute the plan is empty, is not launched, and keeps the last number."""
-        decoding = [request for request in self.running if request.is_decoding]
-        prompts = [request for request in self.running if not request.is_decoding]
+        decoding: list[Request] = []
+        prompts: list[Request] = []
+        for request in self.running:
+            (decoding if request.is_decoding else prompts).append(request)
         total = self._config.max_num_batched_tokens
         prompt = min(total, self._policy.prompt_budget(len(decoding), total))
         budget = StepBudget(tokens=total, prompt=prompt, drafts=total - len(decoding))
@@ -251,16 +253,18 @@ class Scheduler:
         self.tables.grow(request, request.num_computed_tokens + num)
         drafts = self._draft(request, budget) if decoding else []
         request.draft_ids = drafts
-        self._choose(request, num + len(drafts), len(drafts), budget, chosen)
+        self._choose(request, num + len(drafts), len(drafts), decoding, budget, chosen)
 
     def _draft(self, request: Request, budget: StepBudget) -> list[int]:
         """Drafts that fit tokens, limits and, without preempting or starving anyone, blocks."""
+        if self._speculation is None:
+            return []
         room = min(
             budget.drafts,
             request.stop.max_tokens - len(request.output_ids) - 1,
             self._max_model_len - request.num_tokens - 1,
         )
-        if self._speculation is None or room <= 0:
+        if room <= 0:
             return []
         drafts = self._speculation.propose(request)[:room]
         if self.tables.can_allocate(request, request.num_tokens + len(drafts), headroom=len(self.running)):
@@ -314,7 +318,7 @@ class Scheduler:
         request.set_state(RequestState.RUNNING, now)
         self.running.append(request)
         self._exporter.admitted(request, len(hits))
-        self._choose(request, num, 0, budget, chosen)
+        self._choose(request, num, 0, request.is_decoding, budget, chosen)
         return True
 
     def _choose(
@@ -322,13 +326,14 @@ class Scheduler:
         request: Request,
         num_tokens: int,
         num_drafts: int,
+        decoding: bool,
         budget: StepBudget,
         chosen: dict[Request, ScheduledRequest],
     ) -> None:
         samples = request.num_computed_tokens + num_tokens - num_drafts == request.num_tokens
         num_samples = request.sampling.n if samples and request.num_new_outputs == 0 else 1
         entry = ScheduledRequest(request, num_tokens, samples, num_samples, num_drafts)
-        budget.spend(entry, request.is_decoding)
+        budget.spend(entry, decoding)
         chosen[request] = entry
 
     def _preempt(self, request: Request, now: float) -> None:
