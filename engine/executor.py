@@ -13,7 +13,6 @@ It holds no scheduler state. How ranks are started, and what carries their chann
 
 from __future__ import annotations
 
-import select
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,19 +23,18 @@ from typing import Protocol
 import torch
 
 from twinpool.engine.batch import HostBatch, PromptRows, build_batch, prompt_rows
-from twinpool.engine.channel import Channel, ChannelClosed
+from twinpool.engine.channel import Channel
 from twinpool.engine.errors import DoesNotFit, RanksLost
+from twinpool.engine.followers import FollowerMarks, Followers, NoFollowers
 from twinpool.engine.loader import Progress
 from twinpool.engine.model_config import ModelConfig
-from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.plan import OnLayers, Sampled, ScheduledRequest, StepPlan, StepResult
 from twinpool.engine.ports import ReadyEvent
-from twinpool.engine.rank import Mark, Rank
+from twinpool.engine.rank import Rank
 from twinpool.engine.rank_step import RankStep
 from twinpool.engine.request import TokenLogprob
-from twinpool.engine.runner import Written
 from twinpool.engine.shard import Shard, load_shard
-from twinpool.kv_transfer.layout import KVLayout, RankLayout
+from twinpool.kv_transfer.layout import KVLayout
 
 PROMPT_LOGPROB_ROWS = 128
 """Rows of prompt logits in memory at once: a vocabulary of 152k takes 600 kB per row."""
@@ -68,32 +66,6 @@ MakeSampler = Callable[[int, frozenset[int], torch.device], StepSampler]
 """Makes a sampler from vocabulary size, end-of-sequence ids and device."""
 
 
-class Followers(Protocol):
-    """The other ranks of a worker, while it starts."""
-
-    @property
-    def parallel(self) -> ParallelContext:
-        """Rank 0's place, with its connections."""
-
-    def agree(self, num_blocks: int) -> int:
-        """Waits until all have loaded their weights; they allocate, like rank 0, what the smallest can hold."""
-
-    @property
-    def channels(self) -> Sequence[Channel]:
-        """One per rank from 1, on which ``rank.follow`` listens once ``agree`` has returned."""
-
-
-class NoFollowers:
-    """A worker of one rank."""
-
-    parallel = ParallelContext()
-    channels: Sequence[Channel] = ()
-
-    def agree(self, num_blocks: int) -> int:
-        """Returns ``num_blocks``."""
-        return num_blocks
-
-
 class ModelExecutor:
     """Implements ``Executor``; see the module."""
 
@@ -106,7 +78,7 @@ class ModelExecutor:
         self._num_blocks = rank.runner.cache.num_blocks
         places = [rank.parallel.at(number) for number in range(rank.parallel.size)]
         self._rank_layers = [place.layers(config.num_layers) for place in places]
-        self._followers = _FollowerMarks(followers)
+        self._followers = FollowerMarks(followers)
         self._broken = False
 
     @property
@@ -238,64 +210,6 @@ class ModelExecutor:
             result.sampled[chunk.index].prompt_logprobs += logprobs
 
 
-class _FollowerMarks:
-    """What the other ranks say of the step under way. Empty if there are none."""
-
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels = dict(enumerate(channels, 1))
-        self._poll = select.poll()
-        self._ranks: dict[int, int] = {}
-        for number, channel in self._channels.items():
-            self._ranks[channel.fileno()] = number
-            self._poll.register(channel.fileno(), select.POLLIN)
-        self._running: set[int] = set()
-        self._logits_from: deque[int] = deque()
-        self._on_layers: OnLayers | None = None
-
-    @property
-    def present(self) -> bool:
-        return bool(self._channels)
-
-    def begin(self, step: RankStep, on_layers: OnLayers | None) -> None:
-        if not self._channels:
-            return
-        message = step.encode()
-        self._on_layers = on_layers
-        self._running = set(self._channels)
-        self._logits_from.clear()
-        for number, channel in self._channels.items():
-            try:
-                channel.send(*message)
-            except ChannelClosed as error:
-                raise RanksLost(f"rank {number} is gone") from error
-
-    def take(self, timeout_ms: int | None = 0) -> None:
-        """Takes what has arrived; None waits until something has."""
-        if not self._running:
-            return
-        for descriptor, _ in self._poll.poll(timeout_ms):
-            number = self._ranks[descriptor]
-            try:
-                mark, start, end = Mark.decode(self._channels[number].receive())
-            except ChannelClosed as error:
-                raise RanksLost(f"rank {number} is gone") from error
-            if mark is Mark.LAYERS and self._on_layers is not None:
-                self._on_layers(number, start, end, Written())
-            elif mark is Mark.LOGITS:
-                self._logits_from.append(number)
-            elif mark is Mark.DONE:
-                self._running.discard(number)
-
-    def wait_logits(self, rank: int) -> None:
-        while rank not in self._logits_from:
-            self.take(None)
-        self._logits_from.remove(rank)
-
-    def finish(self) -> None:
-        while self._running:
-            self.take(None)
-
-
 def _chunks(rows: Sequence[PromptRows]) -> Iterator[PromptRows]:
     for item in rows:
         for start in range(item.start, item.end, PROMPT_LOGPROB_ROWS):
@@ -320,11 +234,6 @@ class BuiltExecutor:
     def layout(self) -> KVLayout:
         """KV of the whole model."""
         return self.shard.layout
-
-    @property
-    def rank_layout(self) -> RankLayout:
-        """KV of rank 0."""
-        return self.shard.rank_layout
 
     @property
     def num_blocks(self) -> int:

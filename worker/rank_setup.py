@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from twinpool.config import Config, EngineSection, PoolSection
+from twinpool.engine.memory import GIB
 from twinpool.errors import ConfigError
 from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, ReadState
 from twinpool.kv_transfer.connectors.choose import make_connector
@@ -28,7 +29,6 @@ from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
 SELF_TRANSFER_TIMEOUT_S = 10.0
 SELF = "self"
 """What we are called as our own peer."""
-GIB = 1 << 30
 
 
 def prepare_process(section: EngineSection) -> None:

@@ -89,6 +89,23 @@ async def test_a_rank_dies_and_its_worker_with_it(tmp_path: Path, start_cluster:
         await gone(survivors)
 
 
+@pytest.mark.parametrize("connector", ["nccl", pytest.param("local", marks=pytest.mark.slow)])
+async def test_other_connectors_between_ranks(
+    tmp_path: Path, start_cluster: Any, make_tiny_llama: Any, connector: str
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", num_hidden_layers=3)
+    prompts = [prompt(number, length) for number, length in enumerate((1, 16, 17, 150))]
+    wanted = await asyncio.to_thread(expected, model, prompts)
+    settings = SETTINGS | {"transport.connector": connector}
+    async with start_cluster(model, settings=settings) as cluster, cluster.client() as client:
+        got = await asyncio.gather(*(client.generate(ids, **GREEDY) for ids in prompts))
+        assert [list(answer.token_ids) for answer in got] == wanted
+        assert all(answer.usage.remote_tokens == len(ids) for answer, ids in zip(got, prompts, strict=True))
+        assert {answer.usage.transport.partition("/")[0] for answer in got} == {connector}
+        check_addresses(cluster)
+        await cluster.all_free()
+
+
 def check_addresses(cluster: Cluster) -> None:
     """Nothing that torch, gloo, UCX or gRPC opened accepts connections from outside."""
     count = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pair import Answer, Ask, Pool, pair
-from tiny_models import write_tiny_llama
+from tiny_models import FAMILIES, write_tiny_llama, write_tiny_model
 from twinpool.engine.request import SamplingParams, StopParams
 
 SHAPES = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "PP2": (1, 2), "PP2xTP2": (2, 2)}
@@ -116,3 +116,22 @@ def test_any_shape_to_any_shape(
 def test_a_decode_worker_alone(make_pool: MakePool, truth: Callable[[int], list[list[Answer]]], shape: str) -> None:
     with pair(make_pool(2, shape, "decode"), chunk=16, caching=False) as alone:
         check(alone.serve(asks()), truth(2))
+
+
+def marked(family: str) -> object:
+    """Fast are tied embeddings on two stages with norms around sub-layers, and experts."""
+    return pytest.param(family, marks=[] if family in ("gemma3", "qwen3-moe") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("family", [marked(family) for family in FAMILIES])
+def test_every_family_on_four_ranks(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(family, tmp_path)
+    found = []
+    for shape in ("TP1", "PP2xTP2"):
+        pool = Pool.load(folder, BLOCK, NUM_BLOCKS, *SHAPES[shape])
+        try:
+            with pair(pool, chunk=16, caching=False) as alone:
+                found.append(alone.serve(asks()))
+        finally:
+            pool.close()
+    check(found[1], found[0])
