@@ -135,6 +135,9 @@ def _input_ids(scheduled: Sequence[ScheduledRequest], num_tokens: int, vocab_siz
     for item in scheduled:
         request = item.request
         start = request.num_computed_tokens
+        if item.num_tokens == 1:
+            ids.append(request.token(start))
+            continue
         ids += request.tokens(start, start + item.num_tokens - item.num_drafts)
         ids += request.draft_ids[: item.num_drafts]
     if len(ids) != num_tokens:
