@@ -156,7 +156,15 @@ def real_prompts(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.model
-async def test_real_prompts_on_the_demo_model(start_cluster: Any) -> None:
+@pytest.mark.parametrize(
+    "loads",
+    [
+        pytest.param(((2048, 1), (200, 16)), id="each-once"),
+        pytest.param(((2048, 16), (200, 1)), id="the-other-pairs", marks=pytest.mark.slow),
+    ],
+)
+async def test_real_prompts_on_the_demo_model(start_cluster: Any, loads: tuple[tuple[int, int], ...]) -> None:
+    """``loads``: (prefill chunk, requests at once); whole prompts and chunks, alone and sixteen at once."""
     folder = await asyncio.to_thread(resolve_model, ModelConfig(path="demo"), Progress())
     prompts = real_prompts(folder)
     assert len(prompts) == 20
@@ -166,15 +174,14 @@ async def test_real_prompts_on_the_demo_model(start_cluster: Any) -> None:
     settings: dict[str, object] = {"model.dtype": "float32"}
     for pool in ("prefill", "decode"):
         settings[f"{pool}.engine.prefix_caching"] = False
-    for chunk in (2048, 200):
+    for chunk, at_once in loads:
         settings["prefill.engine.prefill_chunk"] = chunk
         async with start_cluster(folder, settings=settings) as cluster, cluster.client() as client:
-            check(await answers(client, prompts, NEW_TOKENS, at_once=1), expected, remote=True)
-            check(await answers(client, prompts, NEW_TOKENS, at_once=16), expected, remote=True)
+            check(await answers(client, prompts, NEW_TOKENS, at_once), expected, remote=True)
             await cluster.all_free()
     async with (
         start_cluster(folder, prefill=0, settings=settings | {"router.disaggregate": "never"}) as cluster,
         cluster.client() as client,
     ):
-        check(await answers(client, prompts, NEW_TOKENS, at_once=16), expected, remote=False)
+        check(await answers(client, prompts, NEW_TOKENS, at_once), expected, remote=False)
         await cluster.all_free()
