@@ -46,6 +46,8 @@ def handover(
         "router.http_port": ("bench", 0),
         "prefill.replicas": ("bench", 1),
         "decode.replicas": ("bench", 1),
+        # A step must be a token: gaps between tokens measure the pace of steps.
+        "decode.engine.speculation": ("bench", "off"),
     }
     plan = prepare(load_config(config, settings, flags).config, Progress())
     result = asyncio.run(_handover(plan, Options(tokens, pairs, streams, long_tokens, long_requests)))

@@ -35,7 +35,7 @@ def print_pairs(pairs: Mapping[str, str]) -> None:
 
 
 def print_nested(values: Mapping[str, Any], indent: int = 0) -> None:
-    """Prints a mapping of mappings as indented lines; a figure (median, p90, ...) takes one."""
+    """Prints a mapping of mappings, or of lists of them, as indented lines; a figure (median, p90, ...) takes one."""
     for name, value in values.items():
         label = f"{' ' * indent}{name}"
         if isinstance(value, Mapping) and "median" in value:
@@ -44,6 +44,10 @@ def print_nested(values: Mapping[str, Any], indent: int = 0) -> None:
         elif isinstance(value, Mapping):
             print(label)
             print_nested(value, indent + 2)
+        elif isinstance(value, list):
+            for item in value:
+                print(label)
+                print_nested(item, indent + 2)
         else:
             print(f"{label:<36}{value:10.3f}" if isinstance(value, float) else f"{label:<36}{value:>10}")
 
