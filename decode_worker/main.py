@@ -10,7 +10,7 @@ from twinpool.decode_worker.worker import DecodeWorker
 from twinpool.proto import worker_pb2_grpc
 from twinpool.rpc import RpcServer, Servicer
 from twinpool.worker.session import WorkerService
-from twinpool.worker.startup import check_port, load_parts, loading_log
+from twinpool.worker.startup import check_closed, check_port, load_parts, loading_log
 
 WORKER_SERVICE = "twinpool.worker.v1.WorkerService"
 
@@ -22,6 +22,7 @@ def run(config: Config, model_folder: Path) -> int:
 
 async def _serve(config: Config, model_folder: Path) -> int:
     pool = config.decode
+    check_closed(pool.host, config.session.token, "decode.host")
     check_port(pool.host, pool.port, "decode.port")
     parts = await asyncio.to_thread(load_parts, config, "decode", pool, model_folder, loading_log())
     worker = DecodeWorker(config, parts)

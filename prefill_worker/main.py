@@ -10,7 +10,7 @@ from twinpool.prefill_worker.worker import PrefillWorker
 from twinpool.proto import kv_pb2_grpc, worker_pb2_grpc
 from twinpool.rpc import RpcServer, Servicer
 from twinpool.worker.session import WorkerService
-from twinpool.worker.startup import check_port, load_parts, loading_log
+from twinpool.worker.startup import check_closed, check_port, load_parts, loading_log
 
 WORKER_SERVICE = "twinpool.worker.v1.WorkerService"
 KV_SERVICE = "twinpool.kv.v1.KvService"
@@ -23,6 +23,7 @@ def run(config: Config, model_folder: Path) -> int:
 
 async def _serve(config: Config, model_folder: Path) -> int:
     pool = config.prefill
+    check_closed(pool.host, config.session.token, "prefill.host")
     check_port(pool.host, pool.port, "prefill.port")
     check_port(pool.host, pool.kv_port, "prefill.kv_port")
     parts = await asyncio.to_thread(load_parts, config, "prefill", pool, model_folder, loading_log())

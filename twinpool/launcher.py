@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -67,7 +68,7 @@ def prepare(config: Config, progress: Progress) -> Plan:
         folder = resolve_model(config.model, progress)
         model = config.model.model_copy(update={"path": str(folder), "name": model_name(config.model)})
         config = config.model_copy(update={"model": model})
-        return Plan(config, tuple(_specs(config, ports)))
+        return Plan(config, tuple(_specs(_closed(config), ports)))
 
 
 @contextlib.asynccontextmanager
@@ -92,6 +93,14 @@ async def deployment(
         yield Deployment(plan.config, supervisor, time.monotonic() - started)
     finally:
         await supervisor.stop()
+
+
+def _closed(config: Config) -> Config:
+    """The processes' own configuration: with a cluster token for this run, unless one is set."""
+    if config.session.token is not None:
+        return config
+    session = config.session.model_copy(update={"token": secrets.token_urlsafe(24)})
+    return config.model_copy(update={"session": session})
 
 
 def _check_pools(config: Config) -> None:

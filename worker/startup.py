@@ -31,6 +31,7 @@ from twinpool.engine.sampler import Sampler
 from twinpool.engine.speculation import AdaptiveProposer, SpeculationController
 from twinpool.errors import ConfigError
 from twinpool.kv_transfer.connectors.base import ConnectorError, Endpoint
+from twinpool.kv_transfer.connectors.ucx import is_loopback
 from twinpool.kv_transfer.layout import KVLayout
 from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.proto import worker_pb2
@@ -114,6 +115,19 @@ def check_port(host: str, port: int, key: str) -> None:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it or set {key}"
             ) from error
+
+
+def check_closed(host: str, token: str | None, key: str) -> None:
+    """A worker that others can reach serves only peers with the cluster token.
+
+    Raises:
+        ConfigError: ``host`` (setting ``key``) is not loopback and there is no token.
+    """
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"{key} is {host}, which other machines can reach, but session.token is not set; "
+            "set the same TWINPOOL_SESSION__TOKEN for routers and workers"
+        )
 
 
 def load_parts(
