@@ -138,7 +138,9 @@ class HttpServer:
             ConfigError: the address cannot be bound.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else every answer that is more than one
+        # packet, and every event of a stream, may wait 40 ms for the client's delayed acknowledgement.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
