@@ -189,11 +189,15 @@ def grammar_text(constraint: Constraint) -> str:
             choices = json.loads(source)
             if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
                 raise GrammarError("choice: expected a JSON list of at least one string")
-            alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            return str(llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+            # Not a rule of Lark's: its strings take no control characters, and a parser row no more than 2000 items.
+            return str(llguidance.LLMatcher.grammar_from_regex("|".join(map(_as_regex, choices))))
     except ValueError as error:
         raise GrammarError(f"{constraint.kind}: {error}") from error
     raise GrammarError(f"{constraint.kind}: unknown kind; use json_schema, regex, grammar or choice")
+
+
+def _as_regex(text: str) -> str:
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _read_tokenizer(path: Path, vocab_size: int, eos_ids: frozenset[int]) -> llguidance.LLTokenizer:

@@ -272,7 +272,7 @@ def test_every_output_satisfies_its_schema_with_and_without_drafts(
 
 
 def test_choice_grammar_and_regex_outputs(grammars: LLGuidanceGrammars, tokenizer: Tokenizer) -> None:
-    choices = ["é😀", 'q"x\\', "a\nb", "yes", "yes, sir"]
+    choices = ["é😀", 'q"x\\', "a\nb", "yes", "yes, sir", "\0\x7f/", "(a|b)*"]
     seen = {generate(grammars, tokenizer, constrained("choice", json.dumps(choices), seed=s)) for s in range(40)}
     assert seen <= set(choices)
     assert len(seen) > 2
