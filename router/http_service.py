@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from twinpool.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, TwinpoolError, Unavailable
 from twinpool.router.admission import Admission
@@ -32,9 +33,12 @@ from twinpool.router.openai_types import (
 from twinpool.router.registry import Registry
 from twinpool.router.sse import EventStream, unless_disconnected
 from twinpool.router.text import ModelText
+from twinpool.router.validation import check_length
 
 _PARAMS = {"json_schema": "response_format", "token_ids": "prompt", "text": "prompt"}
 _MAX_PROMPTS = 1024
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""Reading JSON holds up the event loop: at worst for half a second per MiB. Two million tokens of text fit."""
 
 
 class HttpService:
@@ -64,10 +68,11 @@ class HttpService:
         app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
         app.add_exception_handler(TwinpoolError, _on_twinpool_error)
         app.add_exception_handler(HTTPException, _on_http_error)
+        app.add_exception_handler(Exception, _on_defect)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await request.body())
+        body = parse(ChatBody, await _body(request))
         message = body.to_request(request.headers.get("x-request-id", ""))
         wants_logprobs = bool(body.logprobs)
         completion = await Completion.open(
@@ -77,7 +82,7 @@ class HttpService:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await request.body())
+        body = parse(CompletionBody, await _body(request))
         messages = body.to_requests(request.headers.get("x-request-id", ""))
         if len(messages) > _MAX_PROMPTS:
             raise InvalidRequest(f"there are {len(messages)} prompts; at most {_MAX_PROMPTS} in one call", "prompt")
@@ -110,20 +115,24 @@ class HttpService:
 
     async def tokenize(self, request: Request) -> Json:
         """POST /tokenize: token ids of a prompt or of messages."""
-        body = parse(TokenizeBody, await request.body())
+        body = parse(TokenizeBody, await _body(request))
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
+            chars = sum(len(message.text) for message in body.messages)
+            check_length(chars, self._text, self._intake.limits().max_model_len, "messages")
             turns = [{"role": message.role, "content": message.text} for message in body.messages]
             ids = await asyncio.to_thread(self._text.encode_messages, turns)
         else:
-            ids = await asyncio.to_thread(self._text.encode_text, body.prompt or "")
+            prompt = body.prompt or ""
+            check_length(len(prompt), self._text, self._intake.limits().max_model_len, "prompt")
+            ids = await asyncio.to_thread(self._text.encode_text, prompt)
         return {"tokens": ids, "count": len(ids), "max_model_len": self._intake.limits().max_model_len}
 
     async def detokenize(self, request: Request) -> Json:
         """POST /detokenize: text of token ids."""
-        body = parse(DetokenizeBody, await request.body())
+        body = parse(DetokenizeBody, await _body(request))
         self._check_model(body.model)
         if any(not 0 <= token_id < 2**32 for token_id in body.tokens):
             raise InvalidRequest("tokens holds a number that is no token id", "tokens")
@@ -159,6 +168,20 @@ class HttpService:
             raise ModelNotFound(f"model {model!r} is not served here; served: {served}")
 
 
+async def _body(request: Request) -> bytes:
+    """The body, which is refused as soon as it is too large."""
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; shorten the prompt")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise Cancelled("the client disconnected") from error
+    return b"".join(parts)
+
+
 async def _answer(request: Request, completion: Completion, body: GenerationBody) -> Response:
     try:
         if not body.stream:
@@ -191,6 +214,12 @@ async def _on_twinpool_error(request: Request, error: Exception) -> Response:
     if isinstance(error, Cancelled):
         return Response(status_code=499)
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    # The server logs the traceback; clients of OpenAI's API expect its form even here.
+    failure = TwinpoolError(f"the router failed at this request ({type(error).__name__}); its log says where")
+    return JSONResponse(error_body(failure), status_code=500)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

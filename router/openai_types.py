@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,12 @@ from twinpool.errors import InvalidRequest, Unsupported
 from twinpool.proto import inference_pb2
 
 _UINT64 = 1 << 64
+_UINT32_MAX = 0xFFFFFFFF
+
+# Validation holds the interpreter's lock: it stops at the first bad item, and no alternative is tried in vain.
+_Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+_Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+_IdLists: TypeAlias = Annotated[list[_Ids], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -66,21 +72,21 @@ class GenerationBody(Body):
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = Field(None, ge=0, le=0xFFFFFFFF)
+    n: int | None = Field(None, ge=0, le=_UINT32_MAX)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    max_tokens: int | None = Field(None, ge=0, le=0xFFFFFFFF)
+    max_tokens: int | None = Field(None, ge=0, le=_UINT32_MAX)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     response_format: ResponseFormat | None = None
     # Extensions
-    top_k: int | None = Field(None, ge=-1, le=0xFFFFFFFF)
+    top_k: int | None = Field(None, ge=-1, le=_UINT32_MAX)
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = Field(None, ge=0, le=0xFFFFFFFF)
+    min_tokens: int | None = Field(None, ge=0, le=_UINT32_MAX)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -107,7 +113,7 @@ class GenerationBody(Body):
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for token_id in [*(self.logit_bias or ()), *(self.stop_token_ids or ())]:
-            if not 0 <= token_id <= 0xFFFFFFFF:
+            if not 0 <= token_id <= _UINT32_MAX:
                 raise InvalidRequest(
                     f"{token_id} is no token id", "logit_bias" if self.logit_bias else "stop_token_ids"
                 )
@@ -203,10 +209,10 @@ class ChatMessage(Body):
 class ChatBody(GenerationBody):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, ge=0, le=0xFFFFFFFF)
+    messages: list[ChatMessage] = Field(fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=0, le=_UINT32_MAX)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=_UINT32_MAX)
     # Refused when set
     tools: Any = None
     tool_choice: Any = None
@@ -254,9 +260,9 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | _Ids | _Texts | _IdLists = Field(union_mode="left_to_right")
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=_UINT32_MAX)
     # Refused when set
     suffix: Any = None
     best_of: int | None = None
@@ -303,14 +309,14 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
 
 
 class DetokenizeBody(Body):
     """Body of ``/detokenize``."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: _Ids
 
 
 def parse(kind: type[B], body: bytes) -> B:
@@ -342,7 +348,7 @@ def _split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> lis
 
 def _check_token_ids(ids: Iterable[int], field: str) -> None:
     for token_id in ids:
-        if not 0 <= token_id <= 0xFFFFFFFF:
+        if not 0 <= token_id <= _UINT32_MAX:
             raise InvalidRequest(f"{token_id} is no token id", field)
 
 

@@ -36,6 +36,8 @@ class ModelText:
         self._template = template
         self._bos_token = bos_token
         self._bos_id: int | None = tokenizer.token_to_id(bos_token) if bos_token else None
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """In characters: n tokens stand for at most n times as many."""
         self._byte_of = _byte_alphabet() if _is_byte_level(tokenizer) else None
 
     @classmethod
@@ -64,7 +66,7 @@ class ModelText:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer adds, but never two bos."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+        ids = self._encode(text, add_special_tokens=True)
         if self._bos_id is not None and ids[:2] == [self._bos_id] * 2 and text.startswith(self._bos_token):
             del ids[0]
         return ids
@@ -78,13 +80,18 @@ class ModelText:
         """
         if self._template is None:
             raise missing_template()
-        ids: list[int] = self.tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
-        return ids
+        return self._encode(self._template.render(messages), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]
         return text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Only the batch calls of tokenizers give up the interpreter's lock; with ``encode`` a long prompt would stop
+        # the event loop even from another thread, and with it the signs of life that keep the workers' sessions.
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones by name; half a character becomes a replacement character."""

@@ -22,6 +22,7 @@ T = TypeVar("T")
 MAX_LOGPROBS = 20
 MAX_STOPS = 32
 MAX_CHOICES = 128
+MAX_REQUEST_ID = 256
 _INLINE_CHARS = 4096
 """Longer prompts are tokenised on another thread: one millisecond is the most that the event loop may lose."""
 
@@ -56,14 +57,10 @@ async def resolve(request: inference_pb2.GenerateRequest, text: ModelText, limit
     prompt_logprobs = _count(
         response.prompt_logprobs if response.HasField("prompt_logprobs") else None, "prompt_logprobs"
     )
-    prompt_ids = await _prompt(request, text, limits.vocab_size)
+    _check_request_id(request.request_id)
+    prompt_ids = await _prompt(request, text, limits.vocab_size, limits.max_model_len)
+    _check_count(len(prompt_ids), "tokens", limits.max_model_len, _prompt_field(request))
     room = limits.max_model_len - len(prompt_ids)
-    if room < 1:
-        raise InvalidRequest(
-            f"the prompt has {len(prompt_ids)} tokens and the context holds {limits.max_model_len}, the answer "
-            "included; shorten the prompt",
-            _prompt_field(request),
-        )
     return ResolvedRequest(
         request_id=request.request_id or f"req-{uuid.uuid4().hex}",
         model=limits.model,
@@ -85,21 +82,59 @@ def _prompt_field(request: inference_pb2.GenerateRequest) -> str:
     return request.WhichOneof("prompt") or "prompt"
 
 
-async def _prompt(request: inference_pb2.GenerateRequest, text: ModelText, vocab_size: int) -> list[int]:
+def check_length(chars: int, text: ModelText, max_model_len: int | None, field: str) -> None:
+    """Refuses text that cannot fit, before time and memory are spent on its tokens.
+
+    Raises:
+        InvalidRequest: it has more characters than ``max_model_len`` tokens stand for.
+    """
+    if max_model_len is not None and chars > max_model_len * text.longest_token:
+        raise InvalidRequest(
+            f"the prompt has {chars} characters, more than the {max_model_len} tokens of the context can stand for; "
+            "shorten the prompt",
+            field,
+        )
+
+
+def _check_count(count: int, what: str, max_model_len: int, field: str) -> None:
+    if count >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {count} {what} and the context holds {max_model_len} tokens, the answer included; "
+            "shorten the prompt",
+            field,
+        )
+
+
+def _check_request_id(request_id: str) -> None:
+    if len(request_id) > MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
+        raise InvalidRequest(
+            f"request_id must be printable ASCII of at most {MAX_REQUEST_ID} characters; it travels in gRPC metadata",
+            "request_id",
+        )
+
+
+async def _prompt(
+    request: inference_pb2.GenerateRequest, text: ModelText, vocab_size: int, max_model_len: int
+) -> list[int]:
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
+        _check_count(len(request.token_ids.ids), "tokens", max_model_len, kind)
         ids = list(request.token_ids.ids)
         _check_ids(ids, vocab_size, "token_ids")
     elif kind == "text":
+        check_length(len(request.text), text, max_model_len, kind)
         ids = await _off_loop(len(request.text), text.encode_text, request.text)
     elif kind == "messages":
+        _check_count(len(request.messages.messages), "messages", max_model_len, kind)  # of a token or more
         messages = [{"role": message.role, "content": message.content} for message in request.messages.messages]
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message", "messages")
         for position, message in enumerate(messages):
             if not message["role"]:
                 raise InvalidRequest(f"message {position} has no role; set system, user or assistant", "messages")
-        ids = await _off_loop(sum(len(m["content"]) for m in messages), text.encode_messages, messages)
+        chars = sum(len(m["content"]) for m in messages)
+        check_length(chars, text, max_model_len, kind)
+        ids = await _off_loop(chars, text.encode_messages, messages)
     else:
         raise InvalidRequest("there is no prompt; set one of text, token_ids, messages", "prompt")
     if not ids:
@@ -174,7 +209,7 @@ def _constraint(message: inference_pb2.StructuredOutput) -> Constraint | None:
     if kind == "json_schema":
         try:
             schema = json.loads(message.json_schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"json_schema is not JSON: {error}", "structured_output.json_schema") from error
         if not isinstance(schema, dict | bool):
             raise InvalidRequest("json_schema must be a JSON object", "structured_output.json_schema")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
 import pytest
+
+from twinpool.router.http_service import MAX_BODY_BYTES
+from twinpool.router.openai_types import ChatBody, CompletionBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -162,6 +166,11 @@ async def test_options_reach_the_workers(make_cluster: Any) -> None:
         ("completions", {"prompt": [-1]}, 400, "prompt"),
         ("completions", {"prompt": "x" * 600}, 400, "prompt"),
         ("completions", {"prompt": ["ok", ""]}, 400, "prompt"),
+        ("completions", {"prompt": "x" * 50_000}, 400, "prompt"),
+        ("completions", {"prompt": [1] * 50_000}, 400, "prompt"),
+        ("completions", {"prompt": "x", "request_id": "a\nb"}, 400, "request_id"),
+        ("completions", {"prompt": "x", "structured_outputs": {"json": "[" * 100_000}}, 400, "response_format"),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2**40}, 400, "top_logprobs"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
     ],
@@ -178,6 +187,47 @@ async def test_errors(make_cluster: Any, path: str, body: Any, status: int, para
             assert error["param"] == param
         assert cluster.router.admission.in_flight == 0
         assert not any(worker.submits for worker in cluster.workers)
+
+
+@pytest.mark.parametrize("value", [2**40, 10**40, -1e300])
+async def test_no_number_is_a_defect(make_cluster: Any, value: float) -> None:
+    async with make_cluster("ok") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
+        await cluster.router.wait_ready()
+        for path, kind, prompt in (
+            ("chat/completions", ChatBody, CHAT),
+            ("completions", CompletionBody, {"prompt": "x"}),
+        ):
+            for name in kind.model_fields:
+                for shape in (value, [value], {"5": value}, {str(value): 1}):
+                    answer = await client.post(f"/v1/{path}", json={"logprobs": True} | prompt | {name: shape})
+                    assert answer.status_code in (200, 400), (name, shape, answer.text)
+
+
+async def test_a_body_that_is_too_large(make_cluster: Any) -> None:
+    async with make_cluster("ok") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
+        await cluster.router.wait_ready()
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+            answer = await client.post(path, content=b" " * (MAX_BODY_BYTES + 1))
+            assert (answer.status_code, "MiB" in answer.json()["error"]["message"]) == (413, True)
+        assert (await client.post("/tokenize", json={"prompt": "x" * 50_000})).status_code == 400
+        assert (await client.post("/tokenize", json={"messages": CHAT["messages"] * 50_000})).status_code == 400
+
+
+async def test_answers_do_not_wait_for_acknowledgements(make_cluster: Any) -> None:
+    async with make_cluster("ok") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
+        times = []
+        for _ in range(20):
+            begin = time.monotonic()
+            assert (await client.post("/v1/completions", json={"prompt": 5})).status_code == 400
+            times.append(time.monotonic() - begin)
+        assert min(times[5:]) < 0.03  # a delayed acknowledgement takes 40 ms, on a connection that is not new
+
+
+async def test_a_defect_has_openai_form(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_cluster("ok") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
+        monkeypatch.setattr(cluster.router.intake, "open", None)
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "internal_error")
 
 
 async def test_not_json_and_unknown_path(make_cluster: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,16 @@ def test_jinja_file_wins(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("T{{ eos_token }}")
     ids: Any = ModelText.load(tmp_path).encode_messages([{"role": "user", "content": "x"}])
     assert ModelText.load(tmp_path).token_text(ids[0]) == "T"
+
+
+async def test_long_prompts_do_not_stop_the_event_loop(tokenizer: Tokenizer) -> None:
+    text = ModelText(tokenizer)
+    long = "a long prompt " * 100_000
+    for call in (lambda: text.encode_text(long), lambda: text.decode([0] * 3_000_000)):
+        begin = last = time.monotonic()
+        work, gap = asyncio.create_task(asyncio.to_thread(call)), 0.0
+        while not work.done():
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            gap, last = max(gap, now - last), now
+        assert gap < 0.5 * (last - begin)
