@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from twinpool.kernels.interface import Attention, AttentionBatch, Experts, Linear
-from twinpool.kernels.onednn import OneDnnLinear, can_prepack
+from twinpool.kernels.onednn import OneDnnLinear, can_prepack, prefers_float32
 
 MAX_GROUPED_QUERIES = 16
 """Requests with more queries than this run alone: padding them would cost more than it saves."""
@@ -30,7 +30,7 @@ class ReferenceKernels:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``Kernels.linear``."""
         if self._prepack and can_prepack(weight):
-            return OneDnnLinear(weight, bias)
+            return OneDnnLinear(weight, bias, widen=prefers_float32())
         return DenseLinear(weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

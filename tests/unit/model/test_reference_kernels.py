@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from twinpool.kernels.interface import AttentionBatch
-from twinpool.kernels.onednn import OneDnnLinear, can_prepack
+from twinpool.kernels.onednn import WIDE_ROWS, OneDnnLinear, can_prepack
 from twinpool.kernels.reference import ReferenceKernels
 
 BLOCK = 4
@@ -168,15 +168,19 @@ def test_rotary_turns_pairs_by_the_angle():
     torch.testing.assert_close(rotated, torch.cat((turned.real, turned.imag), -1))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 70])
+@pytest.mark.parametrize("rows", [1, 3, 16, 70, WIDE_ROWS, 200])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_linear_equals_linear(rows, bias):
+@pytest.mark.parametrize("widen", [False, True])
+def test_packed_linear_equals_linear(rows, bias, widen):
     weight = torch.randn(96, 64).bfloat16()
     if not can_prepack(weight):
         pytest.skip("oneDNN has no bfloat16 on this machine")
     offset = torch.randn(96).bfloat16() if bias else None
     x = torch.randn(rows, 64).bfloat16()
-    torch.testing.assert_close(OneDnnLinear(weight, offset)(x), F.linear(x, weight, offset), rtol=2e-2, atol=5e-2)
+    expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+    output = OneDnnLinear(weight, offset, widen=widen)(x)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=1e-2, atol=5e-2)
 
 
 def test_float32_is_never_packed():
