@@ -36,7 +36,6 @@ from twinpool.router.text import ModelText
 from twinpool.router.validation import check_length
 
 _PARAMS = {"json_schema": "response_format", "token_ids": "prompt", "text": "prompt"}
-_MAX_PROMPTS = 1024
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Reading JSON holds up the event loop: at worst for half a second per MiB. Two million tokens of text fit."""
 
@@ -84,8 +83,6 @@ class HttpService:
         """POST /v1/completions."""
         body = parse(CompletionBody, await _body(request))
         messages = body.to_requests(request.headers.get("x-request-id", ""))
-        if len(messages) > _MAX_PROMPTS:
-            raise InvalidRequest(f"there are {len(messages)} prompts; at most {_MAX_PROMPTS} in one call", "prompt")
 
         def form(flows: Sequence[Flow]) -> CompletionFormat:
             echoes = []

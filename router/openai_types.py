@@ -17,6 +17,7 @@ from twinpool.proto import inference_pb2
 
 _UINT64 = 1 << 64
 _UINT32_MAX = 0xFFFFFFFF
+_MAX_PROMPTS = 1024
 
 # Validation holds the interpreter's lock: it stops at the first bad item, and no alternative is tried in vain.
 _Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
@@ -289,6 +290,8 @@ class CompletionBody(GenerationBody):
         prompts = _split_prompts(self.prompt)
         if not prompts:
             raise InvalidRequest("prompt is empty", "prompt")
+        if len(prompts) > _MAX_PROMPTS:
+            raise InvalidRequest(f"there are {len(prompts)} prompts; at most {_MAX_PROMPTS} in one call", "prompt")
         requests = []
         for number, prompt in enumerate(prompts):
             request = inference_pb2.GenerateRequest()

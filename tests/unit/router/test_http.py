@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from twinpool.errors import InvalidRequest
 from twinpool.router.http_service import MAX_BODY_BYTES
 from twinpool.router.openai_types import ChatBody, CompletionBody
 
@@ -221,6 +222,11 @@ async def test_answers_do_not_wait_for_acknowledgements(make_cluster: Any) -> No
             assert (await client.post("/v1/completions", json={"prompt": 5})).status_code == 400
             times.append(time.monotonic() - begin)
         assert min(times[5:]) < 0.03  # a delayed acknowledgement takes 40 ms, on a connection that is not new
+
+
+def test_too_many_prompts_are_refused_before_requests_are_made() -> None:
+    with pytest.raises(InvalidRequest, match="2000 prompts"):
+        CompletionBody(prompt=["a"] * 2000).to_requests("")
 
 
 async def test_a_defect_has_openai_form(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
