@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Disaggregate = Literal["always", "auto", "never"]
 
@@ -87,6 +87,15 @@ class RouterSection(Section):
     max_attempts: int = Field(20, gt=0, description="dispatches of one request, losses included")
     workers: tuple[str, ...] = Field((), description="addresses (host:port) of workers, both pools")
     drain_timeout_s: float = Field(30.0, ge=0, description="time that requests in flight get after SIGTERM")
+
+    @field_validator("workers")
+    @classmethod
+    def _workers_have_ports(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
+        for address in workers:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(f"{address!r} is no host:port; write each address with the port of the worker")
+        return workers
 
 
 class TransportSection(Section):

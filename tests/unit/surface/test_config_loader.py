@@ -50,6 +50,7 @@ def test_text_becomes_lists_and_null() -> None:
         ({"zzz.qqq": ("--set", "1")}, {}, ["config show"]),
         ({"router.http_port": ("--http-port", "x")}, {}, ["--http-port", "'x'", "expected a valid integer"]),
         ({"router.http_port": ("--http-port", "70000")}, {}, ["70000", "less than or equal to 65535"]),
+        ({"router.workers": ("--workers", "a:1,node")}, {}, ["--workers", "'node' is no host:port"]),
         ({"router.disaggregate": ("--disaggregate", "no")}, {}, ["'no'", "'always', 'auto' or 'never'"]),
         ({}, {"TWINPOOL_SESSION__DEAD_AFTER_S": "0.5"}, ["session", "suspect_after_s", "must hold"]),
     ],
