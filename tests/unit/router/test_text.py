@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +145,9 @@ async def test_long_prompts_do_not_stop_the_event_loop(tokenizer: Tokenizer) -> 
     text = ModelText(tokenizer)
     long = "a long prompt " * 100_000
     for call in (lambda: text.encode_text(long), lambda: text.decode([0] * 3_000_000)):
-        begin = last = time.monotonic()
-        work, gap = asyncio.create_task(asyncio.to_thread(call)), 0.0
+        work, turns = asyncio.create_task(asyncio.to_thread(call)), 0
         while not work.done():
             await asyncio.sleep(0.001)
-            now = time.monotonic()
-            gap, last = max(gap, now - last), now
-        assert gap < 0.5 * (last - begin)
+            turns += 1
+        # With the interpreter's lock held the loop gets a turn before the call and one after it.
+        assert turns > 10
