@@ -59,6 +59,7 @@ class HttpService:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
         app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
@@ -109,6 +110,14 @@ class HttpService:
             "max_model_len": limits.max_model_len,
         }
         return {"object": "list", "data": [entry]}
+
+    async def model(self, name: str) -> Json:
+        """GET /v1/models/NAME."""
+        entries: list[Json] = (await self.models())["data"]
+        for entry in entries:
+            if entry["id"] == name:
+                return entry
+        raise ModelNotFound(f"model {name!r} is not served here; GET /v1/models lists what is")
 
     async def tokenize(self, request: Request) -> Json:
         """POST /tokenize: token ids of a prompt or of messages."""

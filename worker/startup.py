@@ -49,6 +49,8 @@ from twinpool.worker.rank_setup import (
 
 log = logging.getLogger(__name__)
 
+LOADING_LOG_S = 5.0
+
 Role = Literal["prefill", "decode"]
 
 
@@ -231,16 +233,15 @@ def make_speculation(section: EngineSection) -> Speculation | None:
 
 
 def loading_log() -> Callable[[int, int], None]:
-    """A progress callback (bytes done, total) that logs the start, each tenth and the rate."""
-    began = time.monotonic()
-    last = -1
+    """A progress callback (bytes done, total) that logs every few seconds, and the end with the rate."""
+    began = last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
         nonlocal last
-        tenth = 10 * done // max(total, 1)
-        if tenth > last:
-            last = tenth
-            rate = done / max(time.monotonic() - began, 1e-6) / 1e9
+        now = time.monotonic()
+        if done == total or now - last >= LOADING_LOG_S:
+            last = now
+            rate = done / max(now - began, 1e-6) / 1e9
             log.info("weights: %d of %d MB, %.2f GB/s", done >> 20, total >> 20, rate)
 
     return progress

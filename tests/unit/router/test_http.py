@@ -300,6 +300,9 @@ async def test_small_routes(make_cluster: Any, byte_ids: Any) -> None:
         assert (await client.get("/version")).json()["version"]
         models = (await client.get("/v1/models")).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [("tiny", 512)]
+        assert (await client.get("/v1/models/tiny")).json() == models[0]
+        unknown = await client.get("/v1/models/owner/other")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
         tokens = (await client.post("/tokenize", json={"prompt": "abc"})).json()
         assert tokens["tokens"] == byte_ids("abc")
         assert (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()["prompt"] == "abc"
