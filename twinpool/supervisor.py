@@ -2,9 +2,9 @@
 
 Life of a child: 1. started in a session of its own, so that a terminal's Ctrl-C reaches only this process; 2. it holds
 the reading end of a pipe whose other end dies with this process (see ``parent_watch``); 3. its health is watched over
-gRPC until it is ready; 4. when it ends it is reported and started again with a growing delay, unless it was never
-ready: then the deployment cannot work, and ``failure`` carries its own words; 5. ``stop`` asks it to drain and
-kills what is left of its session after the grace.
+gRPC until it is ready, and then a sign of life is asked for: one that hangs is killed; 4. when it ends it is reported
+and started again with a growing delay, unless it was never ready: then the deployment cannot work, and ``failure``
+carries its own words; 5. ``stop`` asks it to drain and kills what is left of its session after the grace.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class ChildFailed(TwinpoolError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to keep: how it is started and which gRPC service of which address says that it is ready."""
+    """A process to keep: how it is started and which gRPC service of which address says that it is ready.
+
+    Once ready, a process that answers no health check for ``silence_s`` seconds hangs, and is replaced.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -58,6 +61,7 @@ class ChildSpec:
     address: str
     service: str
     drain_s: float
+    silence_s: float = 60.0
 
 
 class Supervisor:
@@ -200,7 +204,7 @@ class _Child:
         self._log(self.spec.name, text)
 
     async def _watch_health(self) -> None:
-        """Sets ``ready`` when the service is SERVING; reports when a restarted child is back.
+        """Sets ``ready`` when the service is SERVING, reports when a restarted child is back, kills one that hangs.
 
         Raises:
             ChildFailed: what answers does not serve health.
@@ -215,6 +219,7 @@ class _Child:
                             if self.ready.is_set():
                                 self._report(f"{self.spec.name} is ready again")
                             self.ready.set()
+                            await self._watch_silence(stub)
                             return
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE:
@@ -223,6 +228,20 @@ class _Child:
                             f"{cause}; is another program listening on {self.spec.address}?", 1
                         ) from error
                     await asyncio.sleep(0.2)  # it went away between connect and answer; its end is seen elsewhere
+
+    async def _watch_silence(self, stub: health_pb2_grpc.HealthStub) -> None:
+        """Asks for a sign of life a few times per ``silence_s``; kills the child when none came for so long."""
+        pause_s = self.spec.silence_s / 6
+        answered = time.monotonic()
+        while (now := time.monotonic()) - answered < self.spec.silence_s:
+            await asyncio.sleep(pause_s)
+            try:
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=pause_s)
+                answered = time.monotonic()
+            except grpc.aio.AioRpcError:
+                continue  # whether it hangs is a question of time; if it has ended, that is seen elsewhere
+        self._report(f"{self.spec.name} has not answered for {now - answered:.0f} s and is killed")
+        self.kill()
 
     def _cause(self, code: int) -> str:
         errors = [line.removeprefix("error: ") for line in self._last_lines if line.startswith("error: ")]

@@ -23,7 +23,7 @@ LIMIT_S = 30
 class Family:
     """A supervisor over fake children, with everything that it said."""
 
-    def __init__(self, *behaviours: tuple[str, ...], drain_s: float = 20.0) -> None:
+    def __init__(self, *behaviours: tuple[str, ...], drain_s: float = 20.0, silence_s: float = 60.0) -> None:
         self.lines: list[tuple[str, str]] = []
         self.reports: list[str] = []
         specs = []
@@ -32,7 +32,7 @@ class Family:
                 port = ports.take("127.0.0.1", 0, "test", "")
                 argv = (sys.executable, "-P", str(FAKE), str(port), *behaviour)
                 address = f"127.0.0.1:{port}"
-                specs.append(ChildSpec(f"child-{index}", argv, dict(os.environ), address, SERVICE, drain_s))
+                specs.append(ChildSpec(f"child-{index}", argv, dict(os.environ), address, SERVICE, drain_s, silence_s))
         self.supervisor = Supervisor(specs, lambda name, line: self.lines.append((name, line)), self.reports.append)
 
     def pids(self) -> list[int]:
@@ -60,6 +60,16 @@ async def test_ready_then_drained() -> None:
         assert len(family.pids()) == 2
     assert [line for _, line in family.lines if line == "drained"] == ["drained"] * 2
     assert family.reports == []
+
+
+async def test_child_that_hangs_is_replaced() -> None:
+    async with asyncio.timeout(LIMIT_S), Family(("serve",), silence_s=3.0) as family:
+        await family.supervisor.ready()
+        os.kill(family.pids()[0], signal.SIGSTOP)
+        while "child-0 is ready again" not in family.reports:
+            await asyncio.sleep(0.05)
+        assert any("has not answered" in report for report in family.reports)
+        assert len(family.pids()) == 2
 
 
 async def test_child_that_fails_at_start_ends_the_deployment_with_its_words() -> None:
