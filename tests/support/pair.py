@@ -1,3 +1,4 @@
+# Over 400 lines: two engines and the exchange between them, stepped by one clock; a split would hide the order.
 """Two real engines joined by the real exchange, in one thread: what the pools do, single-stepped and fast.
 
 Executors run tiny models in float32; hold table and import table talk through queues; the local connector copies; time

@@ -1,3 +1,4 @@
+# Over 400 lines: one state machine; its rules, model and invariants only make sense side by side.
 """Both sides of the exchange, joined by queues, under every order of events that hypothesis can think of.
 
 The prefill side writes a known content into its blocks, and garbage as soon as they are free. The decode side marks its

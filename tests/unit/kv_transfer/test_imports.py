@@ -1,3 +1,4 @@
+# Over 400 lines: one case per transition of the import table, all on the same scripted link.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
