@@ -1,4 +1,4 @@
-"""Seven blocks per pool: bursts, growth, prompts that can never fit, and cancels in every state."""
+"""Seven blocks per pool: bursts, growth, prompts that can never fit, cancels in every state, reads that hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from load import check_all_same, prompt
+import still_source
+from load import check_all_same, prompt, stream
 
 from clusters import Cluster
 from twinpool.errors import InvalidRequest
@@ -23,13 +24,14 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def running_pools(tmp_path_factory: pytest.TempPathFactory, long_llama: Path, pace: dict[str, object]) -> Iterator[Any]:
-    # Over TCP a source must take part in every read, so that a stopped one really leaves reads hanging.
+    # Over TCP a source must take part in every read, so that one that stands still leaves reads hanging.
     settings: dict[str, object] = {**pace, "model.dtype": "float32", "transport.ucx_tls": "tcp,self"}
     for pool in ("prefill", "decode"):
         settings[f"{pool}.engine.block_size"] = BLOCK
         settings[f"{pool}.engine.num_blocks"] = 8  # the null block is one
         settings[f"{pool}.engine.prefill_chunk"] = 64
     cluster = Cluster.of(tmp_path_factory.mktemp("pools"), long_llama, settings=settings)
+    cluster.entries["prefill-0"] = Path(still_source.__file__)
     try:
         cluster.launch_all()
         asyncio.run(cluster.ready())
@@ -115,28 +117,50 @@ async def test_cancel_in_each_state(pools: Cluster) -> None:
         assert probe.usage.redispatches == 0
 
 
+async def hanging(pools: Cluster, **options: Any) -> asyncio.Task[Completion]:
+    """A request whose first token has come, and whose KV decode reads from a source that stands still."""
+    arrived = asyncio.Event()
+
+    async def note() -> None:
+        arrived.set()
+
+    async def ask() -> Completion:
+        async with pools.client() as client:
+            return await stream(client, prompt(130, 1700), after=1, then=note, max_tokens=5, **GREEDY, **options)
+
+    pools.signal("prefill-0", signal.SIGUSR1)
+    request = asyncio.create_task(ask())
+    await asyncio.wait_for(arrived.wait(), 60)
+    await pools.until(lambda status: state(status, "decode")[2] == 1)
+    return request
+
+
 async def test_cancel_while_reads_hang(pools: Cluster) -> None:
-    """The source stands still for a moment: destinations are kept until its reads have ended, then freed."""
-    ids = prompt(130, 1700)
+    """Destinations are kept until their reads have ended, then freed."""
     async with pools.client() as client:
-        wanted = await client.generate(ids, max_tokens=5, cache_salt="calm", **GREEDY)
-        quarantined = 0
-        for attempt in range(20):
-            salt = f"attempt {attempt}"
-            request = asyncio.create_task(client.generate(ids, max_tokens=5, cache_salt=salt, **GREEDY))
-            await asyncio.sleep(0.02 + 0.01 * attempt)
-            pools.signal("prefill-0", signal.SIGSTOP)
-            await cancelled(request)
-            await asyncio.sleep(0.25)
-            status = await client.status()
-            quarantined = max(quarantined, *(worker.quarantined_blocks for worker in status.workers))
-            pools.signal("prefill-0", signal.SIGCONT)
-            await pools.heal()
-            if quarantined:
-                break
-        assert quarantined > 0
-        got = await client.generate(ids, max_tokens=5, cache_salt="after", **GREEDY)
+        wanted = await client.generate(prompt(130, 1700), max_tokens=5, cache_salt="calm", **GREEDY)
+        request = await hanging(pools, cache_salt="cancelled")
+        await cancelled(request)
+        status = await pools.until(lambda status: sum(w.quarantined_blocks for w in status.workers) > 0)
+        decode = next(worker for worker in status.workers if worker.role == "decode")
+        assert decode.total_blocks - decode.free_blocks == decode.quarantined_blocks == 7
+        pools.signal("prefill-0", signal.SIGUSR2)
+        await pools.all_free()
+        got = await client.generate(prompt(130, 1700), max_tokens=5, cache_salt="after", **GREEDY)
         check_all_same([got], [wanted])
+
+
+async def test_the_source_dies_under_a_read(pools: Cluster) -> None:
+    """Its reads fail, so the destinations are free; the request goes on from its first token once it is back."""
+    async with pools.client() as client:
+        wanted = await client.generate(prompt(130, 1700), max_tokens=5, cache_salt="calm", **GREEDY)
+        request = await hanging(pools, cache_salt="killed")
+        pools.kill("prefill-0")
+        pools.launch("prefill-0")
+        got = await request
+        check_all_same([got], [wanted])
+        assert got.usage.redispatches >= 1
+        await pools.heal()
 
 
 async def test_two_hundred_cancels_then_a_probe(pools: Cluster) -> None:

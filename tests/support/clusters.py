@@ -59,7 +59,8 @@ class Node:
 class Cluster:
     """Processes by name: router, prefill-0, ..., decode-0, ...; ``settings`` are dotted configuration keys.
 
-    ``overrides`` are settings of single processes, by name; they may change between two launches.
+    ``overrides`` are settings of single processes, by name; they may change between two launches. ``entries`` are
+    programs that run instead of ``-m twinpool``, by name.
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class Cluster:
     overrides: dict[str, dict[str, object]] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     http_port: int = 0
+    entries: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -123,7 +125,9 @@ class Cluster:
             target[leaf] = value  # type: ignore[assignment]
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-P", "-m", "twinpool", "serve", node.role, "--config", str(path)]
+        entry = self.entries.get(name)
+        program = ["-m", "twinpool"] if entry is None else [str(entry)]
+        command = [sys.executable, "-P", *program, "serve", node.role, "--config", str(path)]
         with (self.folder / f"{name}.log").open("ab") as log:
             node.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 

@@ -198,7 +198,7 @@ class ExchangeMachine(RuleBasedStateMachine):
             self.everything_delivered()
         assert self.prefill.holds.stats.open == 0
         assert self.prefill.holds.stats.held_blocks == 0
-        assert not self.prefill.holds.active
+        assert self.prefill.holds.pump_interval(self.clock.now) is None
         assert self.imports.stats.open_exchanges == 0
         assert self.imports.stats.quarantined_blocks == 0
         for decode in self.requests.values():

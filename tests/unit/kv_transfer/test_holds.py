@@ -2,7 +2,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from twinpool.kv_transfer.holds import HoldLimits, HoldTable
+from twinpool.kv_transfer.holds import MAX_PUMP_INTERVAL_S, HoldLimits, HoldTable
 from twinpool.kv_transfer.messages import Abandon, Done, Final, First, FromPrefill, Gone, Open, Released, Segment
 from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
 
@@ -67,12 +67,12 @@ def world() -> World:
 def test_segments_go_out_as_they_come_and_done_releases_once(world: World) -> None:
     world.announced()
     assert world.take() == [SEGMENT, FINAL]
-    assert world.holds.active
+    assert world.holds.pump_interval(world.now) is not None
     assert world.holds.stats.held_blocks == 2
     world.holds.receive("d", Done(1))
     assert world.take() == [Released(1, True)]
     assert world.ended == [1]
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
     assert world.holds.stats.open == 0
     world.holds.receive("d", Done(1))
     assert world.take() == [Gone(1, "already released")]
@@ -84,10 +84,20 @@ def test_what_was_announced_before_open_waits_for_it_and_merges(world: World) ->
     for block in range(4):
         world.holds.announce(1, block, [10 + block], 0, 8, Event())
     assert world.take() == []
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
     world.holds.receive("d", Open(1))
     assert world.take() == [Segment(1, 0, 0, (10, 11, 12, 13), 0, 8)]
-    assert world.holds.active
+    assert world.holds.pump_interval(world.now) is not None
+
+
+def test_progress_is_made_less_often_the_longer_nothing_new_is_readable(world: World) -> None:
+    world.announced()
+    assert world.holds.pump_interval(world.now) == PUMP_INTERVAL_S
+    assert world.holds.pump_interval(world.now + 0.016) == pytest.approx(0.001)
+    assert world.holds.pump_interval(world.now + 10) == MAX_PUMP_INTERVAL_S
+    world.now += 10
+    world.holds.announce(1, 2, [6], 0, 8, Event())
+    assert world.holds.pump_interval(world.now) == PUMP_INTERVAL_S
 
 
 def test_segments_wait_for_their_events_and_final_for_all_of_them(world: World) -> None:
@@ -129,7 +139,7 @@ def test_done_before_final_is_confirmed_with_it(world: World) -> None:
     world.holds.announce(1, 0, [4, 5], 0, 8, Event())
     world.take()
     world.holds.receive("d", Done(1))
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
     assert world.take() == []
     assert world.ended == []
     world.holds.announce(1, 2, [6], 0, 8, Event())
@@ -235,7 +245,7 @@ def test_a_hold_that_is_not_read_ends(world: World) -> None:
     world.later(1)
     assert world.ended == [1]
     assert world.take() == [Gone(1, "not read within 60 s (transport.hold_timeout_s)")]
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
 
 
 @pytest.mark.parametrize("opened_late", [False, True])
@@ -265,7 +275,7 @@ def test_the_decode_worker_leaves(world: World, how: str) -> None:
         world.holds.session_ended("d")
     assert world.take() == []
     assert world.ended == [1]
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
     world.holds.announce(1, 0, [4, 5], 0, 8, Event())
     world.holds.final(1, 7, [FIRST])
     assert world.take() == []
@@ -303,7 +313,7 @@ def test_a_peer_without_session_is_not_heard(world: World) -> None:
     world.holds.session_ended("d")
     world.announced()
     assert world.take() == []
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -339,11 +349,11 @@ def test_one_finished_choice_of_two_is_held(world: World) -> None:
 def test_reads_outside_holds_keep_the_source_awake(world: World) -> None:
     world.holds.receive("d", Open(0))
     world.holds.receive("e", Open(0))
-    assert world.holds.active
+    assert world.holds.pump_interval(world.now) is not None
     world.holds.receive("d", Done(0))
-    assert world.holds.active
+    assert world.holds.pump_interval(world.now) is not None
     world.holds.session_ended("e")
-    assert not world.holds.active
+    assert world.holds.pump_interval(world.now) is None
     assert world.take() == []
 
 
