@@ -22,7 +22,7 @@ The transition out of HELD is one compare-and-set under the lock: either the pee
 could have reused the blocks, or the blocks were revoked first and no confirmation is ever given.
 
 transfer_id 0 is reserved: ``Open(0)`` says that reads of the peer are pending outside any hold (a warm-up, a cancelled
-exchange that drains), ``Done(0)`` that there are none left. They keep ``active`` true and are not answered.
+exchange that drains), ``Done(0)`` that there are none left. They count as readers and are not answered.
 
 Threads: engine (begin, announce, final, refuse, revoke), asyncio (expect, session_began, session_ended, receive),
 transfer (poll). ``send`` and ``ended`` are called with the lock held, on whichever thread caused them, so that the
@@ -54,12 +54,17 @@ from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
 
 __all__ = ["HoldLimits", "HoldStats", "HoldTable", "ReadyEvent"]
 
+PUMP_SHARE = 16
+"""A wait for progress lengthens a read by at most one part in this."""
+MAX_PUMP_INTERVAL_S = 0.002
+"""A reader may begin long after something became readable: its destination was full."""
+
 
 class HoldTable:
     """All holds of one prefill worker; see the module's life cycle.
 
     ``send(peer, message)`` puts a message into the peer's session; ``ended(transfer_id)`` tells the engine that it may
-    free; ``wake()`` asks for a ``poll`` (and pumping, see ``active``) on the transfer thread.
+    free; ``wake()`` asks for a ``poll`` (and pumping, see ``pump_interval``) on the transfer thread.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class HoldTable:
         self._sessions: set[str] = set()
         self._draining_peers: set[str] = set()
         self._readers = 0
+        self._readable_since = 0.0
         self._released = 0
         self._revoked = 0
 
@@ -209,6 +215,7 @@ class HoldTable:
             if message.transfer_id == LINK_TRANSFER_ID:
                 if isinstance(message, Open):
                     self._draining_peers.add(peer)
+                    self._readable_since = self._clock()
                 else:
                     self._draining_peers.discard(peer)
             elif isinstance(message, Open):
@@ -241,10 +248,15 @@ class HoldTable:
                 del self._tombstones[transfer_id]
             return next_time
 
-    @property
-    def active(self) -> bool:
-        """Whether somebody may be reading from us, so that the connector needs progress; any thread."""
-        return self._readers > 0 or bool(self._draining_peers)
+    def pump_interval(self, now: float) -> float | None:
+        """Seconds until the connector needs progress again, None while nobody may be reading from us; any thread.
+
+        It grows with the time since something became readable: a read that has taken long suffers little from one
+        more wait, and each turn takes the interpreter from the thread that computes the rest of the prompt.
+        """
+        if not (self._readers or self._draining_peers):
+            return None
+        return min(max((now - self._readable_since) / PUMP_SHARE, PUMP_INTERVAL_S), MAX_PUMP_INTERVAL_S)
 
     @property
     def stats(self) -> HoldStats:
@@ -335,6 +347,7 @@ class HoldTable:
                 for part in split_segment(segment):
                     self._send(hold.peer, part)
             self._set_reading(hold, True)
+            self._readable_since = self._clock()
         hold.unsent = []
         if hold.final is not None and not hold.unproven and not hold.final_sent:
             hold.final_sent = True

@@ -4,7 +4,7 @@
 2. Other threads ``post`` callables; they run in order, and the thread wakes at once.
 3. After each batch of callables, and when its deadline comes, the thread calls ``tick(now)``. It returns the
    (monotonic) time at which it wants to be called again, or None when nothing is open: then the thread blocks, and
-   costs nothing. While something is open, ticks ask for the next ``PUMP_INTERVAL_S``.
+   costs nothing. While something is open, ticks ask for the next one within milliseconds.
 4. An exception in a callable or a tick goes to ``on_error`` and the thread goes on; its owner decides what dies.
 5. ``stop`` runs what was posted before, then ends the thread. The owner closes the connector after that.
 """

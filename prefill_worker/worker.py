@@ -19,7 +19,7 @@ from twinpool.engine.no_exchange import NoImports
 from twinpool.engine.ports import ReadyEvent
 from twinpool.engine.request import FailureCode, Request
 from twinpool.kv_transfer.holds import HoldLimits, HoldTable
-from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S, TransferThread
+from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.prefill_worker.kv_service import KvService, PeerOutboxes
 from twinpool.prefill_worker.policy import PrefillPolicy
 from twinpool.prefill_worker.translate import firsts
@@ -103,11 +103,12 @@ class PrefillWorker:
         """One turn of the transfer thread: proves and expires holds; pumps only while somebody may be reading."""
         due = self._holds.poll(now)
         pumped = [item.endpoint for item in self._parts.ranks if item.endpoint.pumped]
-        if not (self._holds.active and pumped):
+        interval = self._holds.pump_interval(now)
+        if interval is None or not pumped:
             return due
         for endpoint in pumped:
             endpoint.progress()
-        return now + PUMP_INTERVAL_S if due is None else min(due, now + PUMP_INTERVAL_S)
+        return now + interval if due is None else min(due, now + interval)
 
     def _on_ended(self, transfer_id: int) -> None:
         self.engine.post(commands.HoldEnded(transfer_id))

@@ -107,7 +107,7 @@ class Endpoint(Protocol):
         """Source side: the session with ``peer`` ended."""
 
     def progress(self) -> None:
-        """Source side: lets reads of others advance; cheap; called every half millisecond while one may be open."""
+        """Source side: lets reads of others advance; cheap; called every 0.5 to 2 ms while one may be open."""
 
     def close(self) -> None:
         """Ends all links and frees the region. Idempotent."""

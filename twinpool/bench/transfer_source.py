@@ -18,7 +18,7 @@ from twinpool.kv_transfer.hold import HoldLimits
 from twinpool.kv_transfer.holds import HoldTable
 from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import First
-from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S, TransferThread
+from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.prefill_worker.kv_service import KvService, PeerOutboxes
 from twinpool.proto import kv_pb2_grpc
 from twinpool.rpc import RpcServer, Servicer
@@ -54,10 +54,11 @@ class Source:
         due = self._holds.poll(now)
         while self._spinning.is_set():
             self._side.connector.progress()
-        if not (self._holds.active and self._side.connector.pumped):
+        interval = self._holds.pump_interval(now)
+        if interval is None or not self._side.connector.pumped:
             return due
         self._side.connector.progress()
-        return now + PUMP_INTERVAL_S if due is None else min(due, now + PUMP_INTERVAL_S)
+        return now + interval if due is None else min(due, now + interval)
 
     def _on_error(self, error: Exception) -> None:
         print(f"bench transfer, source: {error}", file=sys.stderr, flush=True)
