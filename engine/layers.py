@@ -228,9 +228,10 @@ class Attention:
             parts = self._query_norm(query_key[:, :heads]), self._key_norm(query_key[:, heads:])
             query_key = torch.cat(parts, dim=1)
         cos, sin = step.rotation if self._window is None else step.local_rotation
-        query_key = self._kernels.rotary(query_key, cos, sin)
+        query_key = self._kernels.rotary_write(
+            query_key, value, cos, sin, step.kv, self._layer, step.batch.attention.slot_mapping
+        )
         query, key = query_key[:, :heads], query_key[:, heads:]
-        self._kernels.write_kv(key, value, step.kv, self._layer, step.batch.attention.slot_mapping)
         attended = step.attend(
             query, key, value, step.kv, self._layer, scale=self._scale, window=self._window, soft_cap=None
         )

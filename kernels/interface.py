@@ -86,10 +86,21 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(rms_norm(x + residual), x + residual)``; may overwrite ``residual``."""
 
-    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotates the halves of the last dimension of ``x`` [T, heads, D] by ``cos`` and ``sin`` [T, D / 2] (Su, 2021).
+    def rotary_write(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotates ``query_key`` [T, H + G, D], then writes its last G heads and ``value`` [T, G, D] to their slots.
 
-        First half: x1 · cos − x2 · sin; second half: x2 · cos + x1 · sin.
+        Rotation turns the halves of the last dimension by ``cos`` and ``sin`` [T, D / 2] (Su et al., 2021): first half
+        x1 · cos − x2 · sin, second half x2 · cos + x1 · sin. Returns the rotated heads [T, H + G, D]; may overwrite
+        ``query_key``; touches no other slot of ``kv``. Both may be views with any stride between tokens.
         """
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -109,11 +120,6 @@ class Kernels(Protocol):
 
         May keep or repack both, changes neither.
         """
-
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slot_mapping: torch.Tensor
-    ) -> None:
-        """Writes rows ``key`` and ``value`` [T, G, D] of a layer to their slots; touches no other memory."""
 
     def attention(self, batch: AttentionBatch, kv: torch.Tensor) -> Attention:
         """Prepares attention for one step; valid until the step ends."""

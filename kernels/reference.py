@@ -46,8 +46,23 @@ class ReferenceKernels:
         residual = residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
+    def rotary_write(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``Kernels.rotary_write``."""
+        query_key = self.rotary(query_key, cos, sin)
+        self.write_kv(query_key[:, query_key.shape[1] - value.shape[1] :], value, kv, layer, slot_mapping)
+        return query_key
+
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """See ``Kernels.rotary``."""
+        """Rotates the halves of the last dimension of ``x`` [T, heads, D] by ``cos`` and ``sin`` [T, D / 2]."""
         x1, x2 = x.chunk(2, dim=-1)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
@@ -78,7 +93,7 @@ class ReferenceKernels:
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slot_mapping: torch.Tensor
     ) -> None:
-        """See ``Kernels.write_kv``."""
+        """Writes rows ``key`` and ``value`` [T, G, D] of a layer to their slots."""
         block_size = kv.shape[4]
         blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
         kv[:, layer, 0][blocks, :, offsets] = key
