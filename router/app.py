@@ -24,6 +24,7 @@ from twinpool.proto.inference_pb2_grpc import (
     add_InfoServiceServicer_to_server,
 )
 from twinpool.router.admission import Admission
+from twinpool.router.discovery import Resolve, make_discovery, resolve_all
 from twinpool.router.flow import FlowContext
 from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
 from twinpool.router.http_service import HttpService
@@ -58,14 +59,14 @@ class Router:
         self.http_port = http.port
 
     @classmethod
-    async def start(cls, config: Config, model_folder: Path) -> Router:
+    async def start(cls, config: Config, model_folder: Path, resolve: Resolve = resolve_all) -> Router:
         """Starts serving; readiness follows as workers connect.
 
         Raises:
             ConfigError: a port is in use, or the model folder is unusable.
         """
         text = ModelText.load(model_folder)
-        registry, metrics = Registry(config), RouterMetrics()
+        registry, metrics = Registry(config, make_discovery(config, resolve)), RouterMetrics()
         metrics.registry.register(WorkerMetrics(registry))
         admission = Admission(config.router.max_queued)
         context = FlowContext(config.router, registry, text, metrics, CostModel())

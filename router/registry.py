@@ -1,46 +1,89 @@
-"""All configured workers: their sessions, what they said last, and who may work with whom.
+"""All workers: their sessions, what they said last, and who may work with whom.
 
-``Registry.start`` opens a session per address, each in its own task; ``stop`` cancels them, which ends their attempts.
-After every change it tells each decode worker the prefill workers it may link to, and wakes whoever waits for a
-change. One router serves one model: the configured name, or that of the first worker.
+1. ``Registry.start`` follows the discovery and opens a session per address, each in its own task.
+2. An address that disappears keeps its session until the session ends by itself: the worker drains, and says so, or it
+   serves on, because only the discovery had failed. Without a connection it goes at once.
+3. ``stop`` cancels all sessions, which ends their attempts.
+
+After every change the registry tells each decode worker the prefill workers it may link to, and wakes whoever waits for
+a change. One router serves one model: the configured name, or that of the first worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 
 from twinpool.config import Config
+from twinpool.router.discovery import Discovery
 from twinpool.router.messages import LinkReport, Peer, WorkerInfo
 from twinpool.router.policy import CostModel, Mode, NoRoute, RouteQuery, WorkerKey, WorkerView, choose, incompatibility
 from twinpool.router.worker_session import RouterIdentity, WorkerSession, new_session
+
+log = logging.getLogger(__name__)
 
 
 class Registry:
     """The sessions with all workers; a ``Directory``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, discovery: Discovery) -> None:
+        self._config = config.session
+        self._discovery = discovery
         self._mode: Mode = config.router.disaggregate
         self._configured_model = config.model.name
         identity = RouterIdentity(f"router-{socket.gethostname()}-{secrets.token_hex(4)}", secrets.randbits(64) | 1)
         self.identity = identity
-        self.sessions = [
-            new_session(address, config.session, identity, self) for address in dict.fromkeys(config.router.workers)
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._sessions: dict[str, WorkerSession] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._stopped = False
         self._change = asyncio.Event()
         self._seen_model: str | None = None
 
     def start(self) -> None:
-        """Opens all sessions."""
-        self._tasks = [asyncio.create_task(session.run(), name=session.address) for session in self.sessions]
+        """Opens sessions as workers are found."""
+        self._following = asyncio.create_task(self._follow())
 
     async def stop(self) -> None:
         """Ends all sessions."""
-        for task in self._tasks:
+        self._stopped = True
+        tasks = [*self._tasks.values(), *([self._following] if self._following is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        """Those of all workers that are known, connected or not."""
+        return list(self._sessions.values())
+
+    async def _follow(self) -> None:
+        async for found in self._discovery.changes():
+            for address in sorted(found - self._sessions.keys()):
+                self._open(address)
+            for address, session in self._sessions.items():
+                session.listed = address in found
+                if not session.listed and not session.usable:
+                    self._tasks[address].cancel()
+            self._wake()
+
+    def _open(self, address: str) -> None:
+        self._sessions[address] = new_session(address, self._config, self.identity, self)
+        self._tasks[address] = task = asyncio.create_task(self._sessions[address].run(), name=address)
+        task.add_done_callback(self._drop)
+
+    def _drop(self, task: asyncio.Task[None]) -> None:
+        """Forgets a session that has ended: its worker was no longer listed, or the router stops."""
+        address = task.get_name()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the session with %s failed", address, exc_info=error)
+        session = self._sessions.pop(address)
+        del self._tasks[address]
+        if session.listed and not self._stopped:  # it came back while the session was ending
+            self._open(address)
+        self._wake()
 
     def views(self) -> list[WorkerView]:
         """The connected workers."""
@@ -118,6 +161,9 @@ class Registry:
         for decode in self.sessions:
             if decode.usable and decode.info is not None and decode.info.role == "decode":
                 decode.set_peers(self._peers_for(decode.info))
+        self._wake()
+
+    def _wake(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
 

@@ -1,12 +1,13 @@
 """The router's lease with one worker.
 
-Life cycle of a ``WorkerSession``, which lives as long as its address is configured:
+Life cycle of a ``WorkerSession``, which lives as long as its address is listed, and after that until it ends:
 
 1. connecting: gRPC dials with its own jittered back-off; nothing is polled.
 2. ``Hello`` / ``Welcome``: the directory accepts the worker, or refuses it with both values (state ``refused``).
 3. alive: the receive loop hands outputs to the sinks of their attempts and never waits for anybody. A ticker sends
    heartbeats and watches for silence: suspect after ``suspect_after_s``, dead after ``dead_after_s``.
-4. ended (error, silence, stop): the sinks of all its attempts learn of it and are dropped; back to 1 after a pause.
+4. ended (error, silence, stop): the sinks of all its attempts learn of it and are dropped; back to 1 after a pause,
+   while the address is listed.
 
 The session owns its channel, its outbox and the table of its attempts; whoever submits an attempt owns the sink and
 takes it out with ``cancel`` or ``forget``. An output of an unknown attempt is answered with ``Cancel``.
@@ -72,13 +73,14 @@ class Directory(Protocol):
 
 
 class WorkerSession:
-    """One configured address; see the module docstring."""
+    """One address; see the module docstring. ``listed``: whether the discovery names it, which its registry sets."""
 
     def __init__(
         self, address: str, config: SessionSection, identity: RouterIdentity, directory: Directory, protocol: int
     ) -> None:
         self.address = address
         self.state: State = "connecting"
+        self.listed = True
         self.error = ""
         self.info: WorkerInfo | None = None
         self.report = Report()
@@ -133,9 +135,9 @@ class WorkerSession:
             self._outbox.put_control(wire.peers(sorted(peers, key=lambda peer: peer.worker_id)))
 
     async def run(self) -> None:
-        """Keeps the session open until cancelled."""
+        """Keeps the session open until cancelled, or until it ends and its address is not listed any more."""
         pause_s = _MIN_PAUSE_S
-        while True:
+        while self.listed:
             async with channel(self.address, self._config.token) as opened:
                 await opened.channel_ready()
                 started = time.monotonic()

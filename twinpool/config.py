@@ -85,8 +85,20 @@ class RouterSection(Section):
     max_queued: int = Field(512, ge=0, description="requests admitted at once; more are answered RESOURCE_EXHAUSTED")
     default_deadline_s: float = Field(600.0, gt=0, description="for requests that bring none")
     max_attempts: int = Field(20, gt=0, description="dispatches of one request, losses included")
-    workers: tuple[str, ...] = Field((), description="addresses (host:port) of workers, both pools")
+    discovery: Literal["static", "dns", "controller"] = Field(
+        "static",
+        description="where workers are found: static takes router.workers, dns resolves the names there to "
+        "all their addresses, controller asks the process at controller.host that starts them",
+    )
+    discovery_interval_s: float = Field(2.0, gt=0, description="dns: names are resolved this often")
+    workers: tuple[str, ...] = Field((), description="addresses (host:port) of workers, both pools; dns: names")
     drain_timeout_s: float = Field(30.0, ge=0, description="time that requests in flight get after SIGTERM")
+
+    @model_validator(mode="after")
+    def _discovery_finds_something(self) -> Self:
+        if self.discovery == "dns" and not self.workers:
+            raise ValueError("discovery dns resolves the names in router.workers; list them (prefill:9000,decode:9000)")
+        return self
 
     @field_validator("workers")
     @classmethod
@@ -96,6 +108,13 @@ class RouterSection(Section):
             if not host or not port.isdecimal():
                 raise ValueError(f"{address!r} is no host:port; write each address with the port of the worker")
         return workers
+
+
+class ControllerSection(Section):
+    """The process that starts and drains workers: ``twinpool up``, or ``twinpool serve controller``."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8200, ge=0, le=65535, description="gRPC for routers and `twinpool scale`; 0 picks a free port")
 
 
 class TransportSection(Section):
@@ -148,4 +167,5 @@ class Config(Section):
     decode: PoolSection = PoolSection()
     transport: TransportSection = TransportSection()
     session: SessionSection = SessionSection()
+    controller: ControllerSection = ControllerSection()
     logging: LoggingSection = LoggingSection()

@@ -21,6 +21,7 @@ from twinpool.errors import ConfigError
 from twinpool.model_source import model_name, resolve_model
 from twinpool.port_picker import PortPicker
 from twinpool.progress import Progress
+from twinpool.rpc import dialled
 from twinpool.supervisor import ChildSpec, Supervisor
 
 _INFERENCE = "twinpool.inference.v1.InferenceService"
@@ -40,12 +41,12 @@ class Deployment:
     @property
     def grpc_address(self) -> str:
         """Where clients dial (host:port)."""
-        return f"{_dialled(self.config.router.host)}:{self.config.router.grpc_port}"
+        return f"{dialled(self.config.router.host)}:{self.config.router.grpc_port}"
 
     @property
     def http_url(self) -> str:
         """Base of the HTTP surface."""
-        return f"http://{_dialled(self.config.router.host)}:{self.config.router.http_port}"
+        return f"http://{dialled(self.config.router.host)}:{self.config.router.http_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,10 @@ def _specs(config: Config, ports: PortPicker) -> list[ChildSpec]:
             if role == "prefill":
                 kv_port = _pool_port(ports, pool.host, pool.kv_port, index, f"{role}.kv_port")
                 values[f"{role}.kv_port"] = str(kv_port)
-            address = f"{_dialled(pool.host)}:{port}"
+            address = f"{dialled(pool.host)}:{port}"
             workers.append(_spec(f"{role}-{index}", role, config, values, address, pool.drain_timeout_s))
     addresses = ",".join(spec.address for spec in workers)
-    router_address = f"{_dialled(config.router.host)}:{config.router.grpc_port}"
+    router_address = f"{dialled(config.router.host)}:{config.router.grpc_port}"
     router_drain_s = config.router.drain_timeout_s
     router = _spec("router", "router", config, {"router.workers": addresses}, router_address, router_drain_s)
     return [router, *workers]
@@ -172,8 +173,3 @@ def _spec(
 
 def _configures(variable: str) -> bool:
     return variable == "TWINPOOL_CONFIG" or (variable.startswith("TWINPOOL_") and "__" in variable)
-
-
-def _dialled(host: str) -> str:
-    """The address at which a listener on ``host`` is reached from this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)

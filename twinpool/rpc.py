@@ -117,6 +117,11 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
+def dialled(host: str) -> str:
+    """The address at which a listener on ``host`` is reached from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)
+
+
 def channel(address: str, token: str | None = None) -> grpc.aio.Channel:
     """Opens a channel to ``host:port``; ``token`` is sent as a bearer token with every call."""
     kinds = (_TokenUnaryInterceptor, _TokenResponsesInterceptor, _TokenStreamInterceptor)  # one class per call shape

@@ -65,6 +65,7 @@ class FakeWorker:
     worker_id: str
     script: Callable[[int], list[int]]
     peers: list[FakeWorker] = field(default_factory=list)
+    host: str = "127.0.0.1"
     port: int = 0
     epoch: int = field(default_factory=lambda: secrets.randbits(64))
     revision: str = "rev"
@@ -95,7 +96,7 @@ class FakeWorker:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self) -> None:
         worker = self
@@ -107,7 +108,7 @@ class FakeWorker:
 
         add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
         servicer = Servicer("twinpool.worker.v1.WorkerService", lambda server: add(Service(), server))
-        self._server = await RpcServer.start("127.0.0.1", self.port, [servicer])
+        self._server = await RpcServer.start(self.host, self.port, [servicer])
         self.port = self._server.port
 
     async def kill(self) -> None:
