@@ -9,6 +9,7 @@ from twinpool.config import Config
 from twinpool.decode_worker.worker import DecodeWorker
 from twinpool.proto import worker_pb2_grpc
 from twinpool.rpc import RpcServer, Servicer
+from twinpool.tls import internal_server
 from twinpool.worker.session import WorkerService
 from twinpool.worker.startup import check_closed, check_port, load_parts, loading_log
 
@@ -32,6 +33,8 @@ async def _serve(config: Config, model_folder: Path) -> int:
         pool.port,
         [Servicer(WORKER_SERVICE, lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server))],
         config.session.token,
+        internal_server(config.tls),
+        pool.health_port,
     )
     worker.host.start()
     try:

@@ -25,6 +25,7 @@ from twinpool import rpc
 from twinpool.config import SessionSection
 from twinpool.decode_worker.translate import from_prefill, to_prefill
 from twinpool.errors import TwinpoolError, Unavailable
+from twinpool.grpc_errors import error_from_rpc
 from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.proto import kv_pb2, kv_pb2_grpc, worker_pb2
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
@@ -51,13 +52,19 @@ class PrefillLink:
     """One peer; see the module's life cycle. All methods run on the event loop."""
 
     def __init__(
-        self, peer: worker_pb2.Peer, identity: KVIdentity, exchanges: Exchanges, section: SessionSection
+        self,
+        peer: worker_pb2.Peer,
+        identity: KVIdentity,
+        exchanges: Exchanges,
+        section: SessionSection,
+        dialer: rpc.Dialer,
     ) -> None:
         self.peer = peer
         self.key = f"{peer.worker_id}/{peer.epoch:x}"
         self._identity = identity
         self._exchanges = exchanges
         self._section = section
+        self._dialer = dialer
         self._outbox: rpc.Outbox[kv_pb2.SessionRequest] = rpc.Outbox()
         self._state = worker_pb2.Linked(worker_id=peer.worker_id, epoch=peer.epoch, error="connecting")
         self._given_up = ""
@@ -103,7 +110,7 @@ class PrefillLink:
                 await self._session()
                 reason = "the prefill worker closed the session"
             except grpc.RpcError as error:
-                reason = rpc.error_from_rpc(error).message
+                reason = error_from_rpc(error).message
             except TwinpoolError as error:
                 reason = error.message
             reason = self._given_up or reason  # the end of the session is only what follows
@@ -119,7 +126,7 @@ class PrefillLink:
         self._given_up = ""
         self._outbox = rpc.Outbox()
         self._outbox.put_control(kv_pb2.SessionRequest(hello=self._identity.to_proto()))
-        async with rpc.channel(self.peer.kv_address, self._section.token) as channel:
+        async with self._dialer.channel(self.peer.kv_address) as channel:
             responses = kv_pb2_grpc.KvServiceStub(channel).Session(aiter(self._outbox))
             regions = self._check(await self._next(responses))
             heartbeat = asyncio.create_task(self._beat())

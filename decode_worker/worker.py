@@ -26,6 +26,7 @@ from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
 from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.proto import worker_pb2
+from twinpool.rpc import Dialer
 from twinpool.worker.host import Host
 from twinpool.worker.kv_hello import RankRegion
 from twinpool.worker.outputs import OutputFan
@@ -57,6 +58,7 @@ class DecodeWorker:
 
     def __init__(self, config: Config, parts: Parts) -> None:
         self._section = config.session
+        self._dialer = Dialer.of(config)
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._links: dict[str, PrefillLink] = {}
@@ -115,7 +117,7 @@ class DecodeWorker:
                 link.close()
         for worker_id, peer in wanted.items():
             if worker_id not in self._links:
-                self._links[worker_id] = PrefillLink(peer, self._parts.identity, self, self._section)
+                self._links[worker_id] = PrefillLink(peer, self._parts.identity, self, self._section, self._dialer)
 
     def drain(self, enabled: bool) -> None:
         """See ``worker.session.Attempts``."""

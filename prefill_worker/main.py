@@ -9,6 +9,7 @@ from twinpool.config import Config
 from twinpool.prefill_worker.worker import PrefillWorker
 from twinpool.proto import kv_pb2_grpc, worker_pb2_grpc
 from twinpool.rpc import RpcServer, Servicer
+from twinpool.tls import internal_server
 from twinpool.worker.session import WorkerService
 from twinpool.worker.startup import check_closed, check_port, load_parts, loading_log
 
@@ -29,18 +30,22 @@ async def _serve(config: Config, model_folder: Path) -> int:
     parts = await asyncio.to_thread(load_parts, config, "prefill", pool, model_folder, loading_log())
     worker = PrefillWorker(config, parts)
     service = WorkerService(worker, worker.fan, config.session)
+    token, tls = config.session.token, internal_server(config.tls)
     kv_server = await RpcServer.start(
         pool.host,
         pool.kv_port,
         [Servicer(KV_SERVICE, lambda server: kv_pb2_grpc.add_KvServiceServicer_to_server(worker.kv_service, server))],
-        config.session.token,
+        token,
+        tls,
     )
     worker.listening(f"{pool.advertise or pool.host}:{kv_server.port}")
     server = await RpcServer.start(
         pool.host,
         pool.port,
         [Servicer(WORKER_SERVICE, lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server))],
-        config.session.token,
+        token,
+        tls,
+        pool.health_port,
     )
     worker.host.start()
     servers = [(server, WORKER_SERVICE), (kv_server, KV_SERVICE)]

@@ -35,6 +35,7 @@ from twinpool.router.registry import Registry
 from twinpool.router.text import ModelText
 from twinpool.router.worker_metrics import WorkerMetrics
 from twinpool.rpc import RpcServer, Servicer
+from twinpool.tls import ServerTls, public_server
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,12 @@ class Router:
             Servicer(INFO, lambda server: add_InfoServiceServicer_to_server(info, server)),
         ]
         app = HttpService(intake, registry, admission, text, metrics).app
-        http = HttpServer(app, config.router.host, config.router.http_port)
+        tls = public_server(config.tls)
+        http = HttpServer(app, config.router.host, config.router.http_port, tls)
         try:
-            rpc = await RpcServer.start(config.router.host, config.router.grpc_port, servicers)
+            rpc = await RpcServer.start(
+                config.router.host, config.router.grpc_port, servicers, None, tls, config.router.health_port
+            )
         except ConfigError:
             await http.stop()
             raise
@@ -132,12 +136,13 @@ class Router:
 class HttpServer:
     """uvicorn inside the router's loop: binds at once, serves from ``start`` to ``stop``."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None) -> None:
         """Binds ``host:port``; 0 picks a free port.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or a TLS file is missing or wrong.
         """
+        context = None if tls is None else tls.http_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else every answer that is more than one
         # packet, and every event of a stream, may wait 40 ms for the client's delayed acknowledgement.
@@ -152,18 +157,19 @@ class HttpServer:
                 "stop the other program or choose another port"
             ) from error
         self.port: int = self._socket.getsockname()[1]
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=2,
-            )
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
         )
+        settings.load()
+        settings.ssl = context  # its own context would not follow the files
+        self._server = _Server(settings)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ import grpc.aio
 
 from twinpool.config import Config
 from twinpool.proto import controller_pb2, controller_pb2_grpc
-from twinpool.rpc import channel, dialled
+from twinpool.rpc import Dialer, dialled
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +86,14 @@ class DnsDiscovery:
 class ControllerDiscovery:
     """What the controller says; while it does not answer, nothing changes."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, dialer: Dialer) -> None:
         self._address = address
-        self._token = token
+        self._dialer = dialer
 
     async def changes(self) -> AsyncIterator[frozenset[str]]:
         """See ``Discovery``."""
         while True:
-            async with channel(self._address, self._token) as opened:
+            async with self._dialer.channel(self._address) as opened:
                 stub = controller_pb2_grpc.ControllerServiceStub(opened)
                 try:
                     async for workers in stub.Watch(controller_pb2.WatchRequest(), wait_for_ready=True):
@@ -124,6 +124,4 @@ def make_discovery(config: Config, resolve: Resolve) -> Discovery:
         case "dns":
             return DnsDiscovery(router.workers, router.discovery_interval_s, resolve)
         case "controller":
-            return ControllerDiscovery(
-                f"{dialled(config.controller.host)}:{config.controller.port}", config.session.token
-            )
+            return ControllerDiscovery(f"{dialled(config.controller.host)}:{config.controller.port}", Dialer.of(config))

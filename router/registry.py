@@ -20,7 +20,8 @@ from twinpool.config import Config
 from twinpool.router.discovery import Discovery
 from twinpool.router.messages import LinkReport, Peer, WorkerInfo
 from twinpool.router.policy import CostModel, Mode, NoRoute, RouteQuery, WorkerKey, WorkerView, choose, incompatibility
-from twinpool.router.worker_session import RouterIdentity, WorkerSession, new_session
+from twinpool.router.worker_session import RouterIdentity, WorkerSession
+from twinpool.rpc import Dialer
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Registry:
         self._configured_model = config.model.name
         identity = RouterIdentity(f"router-{socket.gethostname()}-{secrets.token_hex(4)}", secrets.randbits(64) | 1)
         self.identity = identity
+        self._dialer = Dialer.of(config)
         self._sessions: dict[str, WorkerSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
@@ -70,7 +72,7 @@ class Registry:
             self._wake()
 
     def _open(self, address: str) -> None:
-        self._sessions[address] = new_session(address, self._config, self.identity, self)
+        self._sessions[address] = WorkerSession(address, self._config, self.identity, self, self._dialer)
         self._tasks[address] = task = asyncio.create_task(self._sessions[address].run(), name=address)
         task.add_done_callback(self._drop)
 

@@ -2,7 +2,7 @@
 
 Life cycle of a ``WorkerSession``, which lives as long as its address is listed, and after that until it ends:
 
-1. connecting: gRPC dials with its own jittered back-off; nothing is polled.
+1. connecting: gRPC dials with its own jittered back-off; nothing is polled. TLS files are read anew every few seconds.
 2. ``Hello`` / ``Welcome``: the directory accepts the worker, or refuses it with both values (state ``refused``).
 3. alive: the receive loop hands outputs to the sinks of their attempts and never waits for anybody. A ticker sends
    heartbeats and watches for silence: suspect after ``suspect_after_s``, dead after ``dead_after_s``.
@@ -16,6 +16,7 @@ takes it out with ``cancel`` or ``forget``. An output of an unknown attempt is a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import OrderedDict
@@ -26,16 +27,18 @@ import grpc
 import grpc.aio
 
 from twinpool.config import SessionSection
+from twinpool.errors import ConfigError
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.router import wire
 from twinpool.router.messages import Failure, Output, Peer, Report, Submission, WorkerInfo
 from twinpool.router.policy import WorkerView
-from twinpool.rpc import PROTOCOL_VERSION, Outbox, channel
+from twinpool.rpc import PROTOCOL_VERSION, Dialer, Outbox
 
 State = Literal["connecting", "alive", "suspect", "dead", "refused"]
 
 _MAX_REMEMBERED = 4096
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+_DIAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,13 @@ class WorkerSession:
     """One address; see the module docstring. ``listed``: whether the discovery names it, which its registry sets."""
 
     def __init__(
-        self, address: str, config: SessionSection, identity: RouterIdentity, directory: Directory, protocol: int
+        self,
+        address: str,
+        config: SessionSection,
+        identity: RouterIdentity,
+        directory: Directory,
+        dialer: Dialer,
+        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.address = address
         self.state: State = "connecting"
@@ -87,6 +96,7 @@ class WorkerSession:
         self._config = config
         self._identity = identity
         self._directory = directory
+        self._dialer = dialer
         self._protocol = protocol
         self._outbox: Outbox[worker_pb2.SessionRequest] | None = None
         self._sinks: dict[int, AttemptSink] = {}
@@ -138,10 +148,17 @@ class WorkerSession:
         """Keeps the session open until cancelled, or until it ends and its address is not listed any more."""
         pause_s = _MIN_PAUSE_S
         while self.listed:
-            async with channel(self.address, self._config.token) as opened:
-                await opened.channel_ready()
-                started = time.monotonic()
-                await self._converse(opened)
+            started = time.monotonic()
+            try:
+                async with self._dialer.channel(self.address) as opened:
+                    # A call on a channel that is not ready fails at once and says why: a bad certificate, for example.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_DIAL_S):
+                            await opened.channel_ready()
+                    started = time.monotonic()
+                    await self._converse(opened)
+            except ConfigError as error:  # TLS files that are gone; they may come back
+                self.error = error.message
             if time.monotonic() - started > _MAX_PAUSE_S:
                 pause_s = _MIN_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
@@ -282,8 +299,3 @@ class WorkerSession:
         self._cancelled[attempt_id] = None
         if len(self._cancelled) > _MAX_REMEMBERED:
             self._cancelled.popitem(last=False)
-
-
-def new_session(address: str, config: SessionSection, identity: RouterIdentity, directory: Directory) -> WorkerSession:
-    """A session that speaks this version's protocol."""
-    return WorkerSession(address, config, identity, directory, PROTOCOL_VERSION)

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from twinpool.async_client import AsyncClient
     from twinpool.client import Client
+    from twinpool.tls import ClientTls
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "ClientTls", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> object:
         from twinpool.async_client import AsyncClient
 
         return AsyncClient
+    if name == "ClientTls":
+        from twinpool.tls import ClientTls
+
+        return ClientTls
     raise AttributeError(f"module twinpool has no attribute {name}")

@@ -9,13 +9,14 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from twinpool.client import DEFAULT_ADDRESS, INFO_TIMEOUT_S, as_messages, bearer, request_id, to_error
+from twinpool.client import DEFAULT_ADDRESS, INFO_TIMEOUT_S, as_messages, as_tls, bearer, request_id, to_error
 from twinpool.prompt import Message, Options, Prompt, to_request
 from twinpool.proto import inference_pb2 as pb
 from twinpool.proto import inference_pb2_grpc as pb_grpc
 from twinpool.results import Chunk, Collector, Completion, Model, Status, models_from_proto, status_from_proto
 from twinpool.retry import Retries
 from twinpool.rpc import channel
+from twinpool.tls import ClientTls
 
 
 class AsyncClient:
@@ -26,11 +27,12 @@ class AsyncClient:
         address: str = DEFAULT_ADDRESS,
         *,
         token: str | None = None,
+        tls: ClientTls | bool = False,
         timeout: float | None = None,
         max_retries: int = 3,
     ) -> None:
         self.address = address
-        self._channel = channel(address)
+        self._channel = channel(address, tls=as_tls(tls))
         self._inference = pb_grpc.InferenceServiceStub(self._channel)
         self._info = pb_grpc.InfoServiceStub(self._channel)
         self._metadata = bearer(token)

@@ -14,12 +14,14 @@ from typing import Any, Self, Unpack
 import grpc
 
 from twinpool.errors import TwinpoolError, Unavailable
+from twinpool.grpc_errors import error_from_rpc
 from twinpool.prompt import Message, Options, Prompt, to_request
 from twinpool.proto import inference_pb2 as pb
 from twinpool.proto import inference_pb2_grpc as pb_grpc
 from twinpool.results import Chunk, Collector, Completion, Model, Status, models_from_proto, status_from_proto
 from twinpool.retry import Retries
-from twinpool.rpc import MAX_MESSAGE_BYTES, error_from_rpc
+from twinpool.rpc import MAX_MESSAGE_BYTES
+from twinpool.tls import ClientTls
 
 DEFAULT_ADDRESS = "127.0.0.1:8100"
 INFO_TIMEOUT_S = 10.0
@@ -37,7 +39,8 @@ class Client:
 
     Args:
         address: host:port of the router's gRPC port.
-        token: bearer token, if the deployment has one.
+        token: API key, for routers that ask for one.
+        tls: for routers that speak TLS; True trusts the system's authorities.
         timeout: seconds for calls that give none; None leaves the limit to the router.
         max_retries: how often a call that got no answer yet is sent again when the router is unavailable.
     """
@@ -47,11 +50,12 @@ class Client:
         address: str = DEFAULT_ADDRESS,
         *,
         token: str | None = None,
+        tls: ClientTls | bool = False,
         timeout: float | None = None,
         max_retries: int = 3,
     ) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = _channel(address, as_tls(tls))
         self._inference = pb_grpc.InferenceServiceStub(self._channel)
         self._info = pb_grpc.InfoServiceStub(self._channel)
         self._metadata = bearer(token)
@@ -165,6 +169,17 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def as_tls(tls: ClientTls | bool) -> ClientTls | None:
+    """True as the system's authorities, False as none."""
+    return (ClientTls() if tls else None) if isinstance(tls, bool) else tls
+
+
+def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=_OPTIONS)
+    return grpc.secure_channel(address, tls.credentials(), options=[*_OPTIONS, *tls.options])
 
 
 def as_messages(messages: str | Sequence[Message]) -> Sequence[Message]:

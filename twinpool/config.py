@@ -65,6 +65,9 @@ class PoolSection(Section):
     port: int = Field(0, ge=0, le=65535, description="port of the first worker; 0 picks free ones")
     kv_port: int = Field(0, ge=0, le=65535, description="prefill: port of the kv.v1 service; 0 picks a free one")
     advertise: str | None = Field(None, description="host name or address that peers dial; None takes host")
+    health_port: int | None = Field(
+        None, ge=0, le=65535, description="port for grpc.health.v1 alone, in plain text, for probes; None opens none"
+    )
     worker_id: str | None = Field(None, description="identity; None takes role and port")
     tp_size: int = Field(1, gt=0, description="tensor parallel ranks of each pipeline stage of a worker")
     pp_size: int = Field(1, gt=0, description="pipeline stages of a worker; its ranks are tp_size × pp_size processes")
@@ -78,6 +81,9 @@ class RouterSection(Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     grpc_port: int = Field(8100, ge=0, le=65535, description="public gRPC; 0 picks a free port")
     http_port: int = Field(8000, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free port")
+    health_port: int | None = Field(
+        None, ge=0, le=65535, description="port for grpc.health.v1 alone, in plain text, for probes; None opens none"
+    )
     disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
     route_hints: bool = Field(
         False, description="take x-twinpool-route (local or remote) from a request's metadata; for measurements"
@@ -151,6 +157,56 @@ class SessionSection(Section):
         return self
 
 
+class TlsSection(Section):
+    """Encryption. The files (PEM) are read again when they change: certificates rotate without a restart."""
+
+    cert: str | None = Field(
+        None, description="certificate chain of this process; with key and ca it turns TLS on between all parts"
+    )
+    key: str | None = Field(None, description="private key of cert")
+    ca: str | None = Field(None, description="authority from which routers' and workers' certificates must come")
+    server_name: str | None = Field(
+        None, description="name that every worker's certificate carries; None takes the dialled host or address"
+    )
+    public: bool = Field(True, description="TLS on the router's gRPC and HTTP ports too; false behind a TLS proxy")
+    public_cert: str | None = Field(None, description="certificate chain for the router's public ports; None: cert")
+    public_key: str | None = Field(None, description="private key of public_cert")
+    public_client_ca: str | None = Field(
+        None, description="clients of the router must show a certificate of this authority; None asks for none"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if any((self.cert, self.key, self.ca)) and not all((self.cert, self.key, self.ca)):
+            raise ValueError("cert, key and ca must be set together; set all three, or none for no TLS")
+        if bool(self.public_cert) != bool(self.public_key):
+            raise ValueError("public_cert and public_key must be set together; set both or neither")
+        if self.public_client_ca and not self.is_public:
+            raise ValueError("public_client_ca needs TLS on the public ports; set public_cert and public_key, or cert")
+        return self
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether routers and workers speak TLS to each other."""
+        return self.cert is not None
+
+    @property
+    def is_public(self) -> bool:
+        """Whether the router's public ports speak TLS."""
+        return self.public and bool(self.public_cert or self.cert)
+
+
+class ClientSection(Section):
+    """How the command line reaches a router."""
+
+    api_key: str | None = Field(None, description="bearer token for routers that ask for API keys")
+    tls: bool = Field(False, description="TLS with the system's authorities; a file below turns TLS on too")
+    tls_ca: str | None = Field(None, description="authority of the router's certificate; None takes the system's")
+    tls_cert: str | None = Field(None, description="certificate chain for routers that ask for one")
+    tls_key: str | None = Field(None, description="private key of tls_cert")
+    tls_server_name: str | None = Field(None, description="name in the router's certificate; None takes the address")
+
+
 class LoggingSection(Section):
     """Logs."""
 
@@ -167,5 +223,7 @@ class Config(Section):
     decode: PoolSection = PoolSection()
     transport: TransportSection = TransportSection()
     session: SessionSection = SessionSection()
+    tls: TlsSection = TlsSection()
+    client: ClientSection = ClientSection()
     controller: ControllerSection = ControllerSection()
     logging: LoggingSection = LoggingSection()

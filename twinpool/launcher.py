@@ -23,6 +23,7 @@ from twinpool.port_picker import PortPicker
 from twinpool.progress import Progress
 from twinpool.rpc import dialled
 from twinpool.supervisor import ChildSpec, Supervisor
+from twinpool.tls import ClientTls, client_tls, internal_client
 
 _INFERENCE = "twinpool.inference.v1.InferenceService"
 _WORKER = "twinpool.worker.v1.WorkerService"
@@ -46,7 +47,8 @@ class Deployment:
     @property
     def http_url(self) -> str:
         """Base of the HTTP surface."""
-        return f"http://{dialled(self.config.router.host)}:{self.config.router.http_port}"
+        scheme = "https" if self.config.tls.is_public else "http"
+        return f"{scheme}://{dialled(self.config.router.host)}:{self.config.router.http_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,17 @@ def _specs(config: Config, ports: PortPicker) -> list[ChildSpec]:
             if role == "prefill":
                 kv_port = _pool_port(ports, pool.host, pool.kv_port, index, f"{role}.kv_port")
                 values[f"{role}.kv_port"] = str(kv_port)
+            if pool.health_port is not None:
+                health_port = _pool_port(ports, pool.host, pool.health_port, index, f"{role}.health_port")
+                values[f"{role}.health_port"] = str(health_port)
             address = f"{dialled(pool.host)}:{port}"
-            workers.append(_spec(f"{role}-{index}", role, config, values, address, pool.drain_timeout_s))
+            tls = internal_client(config.tls)
+            workers.append(_spec(f"{role}-{index}", role, config, values, address, tls, pool.drain_timeout_s))
     addresses = ",".join(spec.address for spec in workers)
     router_address = f"{dialled(config.router.host)}:{config.router.grpc_port}"
     router_drain_s = config.router.drain_timeout_s
-    router = _spec("router", "router", config, {"router.workers": addresses}, router_address, router_drain_s)
+    values = {"router.workers": addresses}
+    router = _spec("router", "router", config, values, router_address, client_tls(config), router_drain_s)
     return [router, *workers]
 
 
@@ -153,7 +160,13 @@ def _pool_port(ports: PortPicker, host: str, first: int, index: int, key: str) -
 
 
 def _spec(
-    name: str, role: str, config: Config, values: dict[str, str], address: str, drain_timeout_s: float
+    name: str,
+    role: str,
+    config: Config,
+    values: dict[str, str],
+    address: str,
+    tls: ClientTls | None,
+    drain_timeout_s: float,
 ) -> ChildSpec:
     # -P keeps the working directory off the import path: its kernels/ and proto/ must not shadow other packages.
     argv = [sys.executable, "-P", "-m", "twinpool", "serve", role]
@@ -168,6 +181,7 @@ def _spec(
         address=address,
         service=_INFERENCE if role == "router" else _WORKER,
         drain_s=drain_timeout_s + _EXIT_S,
+        tls=tls,
     )
 
 

@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twinpool.errors import TwinpoolError
 from twinpool.parent_watch import PARENT_FD
+from twinpool.tls import ClientTls
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
@@ -62,6 +63,7 @@ class ChildSpec:
     service: str
     drain_s: float
     silence_s: float = 60.0
+    tls: ClientTls | None = None
 
 
 class Supervisor:
@@ -210,7 +212,7 @@ class _Child:
             ChildFailed: what answers does not serve health.
         """
         request = health_pb2.HealthCheckRequest(service=self.spec.service)
-        async with grpc.aio.insecure_channel(self.spec.address, options=_HEALTH_OPTIONS) as channel:
+        async with self._health_channel() as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:
@@ -228,6 +230,13 @@ class _Child:
                             f"{cause}; is another program listening on {self.spec.address}?", 1
                         ) from error
                     await asyncio.sleep(0.2)  # it went away between connect and answer; its end is seen elsewhere
+
+    def _health_channel(self) -> grpc.aio.Channel:
+        tls = self.spec.tls
+        if tls is None:
+            return grpc.aio.insecure_channel(self.spec.address, options=_HEALTH_OPTIONS)
+        options = [*_HEALTH_OPTIONS, *tls.options]
+        return grpc.aio.secure_channel(self.spec.address, tls.credentials(), options=options)
 
     async def _watch_silence(self, stub: health_pb2_grpc.HealthStub) -> None:
         """Asks for a sign of life a few times per ``silence_s``; kills the child when none came for so long."""

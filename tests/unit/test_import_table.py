@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"twinpool.config", "twinpool.errors", "twinpool.rpc"}
+SHARED = {"twinpool.config", "twinpool.errors", "twinpool.rpc", "twinpool.tls", "twinpool.grpc_errors"}
 ROLE = SHARED | {"twinpool.worker", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"}
 # Folder -> what it may import of ours (prefixes), besides itself.
 ALLOWED = {

@@ -25,6 +25,7 @@ from twinpool.bench.figures import Figure, Machine
 from twinpool.bench.probe import Probe, Sample
 from twinpool.errors import TwinpoolError
 from twinpool.launcher import Deployment
+from twinpool.tls import client_tls
 
 SEGMENTS_OF_LAST_CHUNK = 4
 WARM_UP = 2
@@ -50,7 +51,7 @@ async def measure(started: Deployment, options: Options, note: Callable[[str], N
     """Measures a running deployment of one worker per pool; returns what the JSON output says."""
     machine = Machine.now()
     async with contextlib.AsyncExitStack() as stack:
-        probe = Probe(started.grpc_address, started.config.session.token, VOCABULARY)
+        probe = Probe(started.grpc_address, started.config.client.api_key, client_tls(started.config), VOCABULARY)
         stack.push_async_callback(probe.close)
         note(f"{options.pairs} pairs at {options.tokens} tokens")
         remote, local = await _pairs(probe, options)

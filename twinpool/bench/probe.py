@@ -15,6 +15,7 @@ from twinpool.prompt import Options, to_request
 from twinpool.proto import inference_pb2_grpc as pb_grpc
 from twinpool.results import Collector, Completion
 from twinpool.rpc import channel
+from twinpool.tls import ClientTls
 
 Route = Literal["local", "remote"]
 
@@ -40,9 +41,9 @@ class Sample:
 class Probe:
     """Sends requests along a given route; the router must allow it (``router.route_hints``)."""
 
-    def __init__(self, address: str, token: str | None, vocab_size: int, seed: int = 0) -> None:
+    def __init__(self, address: str, token: str | None, tls: ClientTls | None, vocab_size: int, seed: int = 0) -> None:
         self._address = address
-        self._channel = channel(address)
+        self._channel = channel(address, tls=tls)
         self._stub: Any = pb_grpc.InferenceServiceStub(self._channel)
         self._metadata = bearer(token)
         self._random = random.Random(seed)

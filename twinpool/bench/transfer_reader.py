@@ -28,6 +28,7 @@ from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.kv_transfer.plan import plan_reads
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.proto import worker_pb2
+from twinpool.rpc import Dialer
 from twinpool.worker.kv_hello import RankRegion
 
 LINK_TIMEOUT_S = 30.0
@@ -117,7 +118,7 @@ async def measure(sizes: Sequence[int], rounds: int, side: Side, source: subproc
     port = json.loads(await asyncio.to_thread(source.stdout.readline))["port"]
     reader = Reader(side, source.stdin)
     peer = worker_pb2.Peer(worker_id=SOURCE_ID, epoch=EPOCH, kv_address=f"127.0.0.1:{port}")
-    link = PrefillLink(peer, side.identity, reader, SessionSection())
+    link = PrefillLink(peer, side.identity, reader, SessionSection(), Dialer())
     try:
         up = await asyncio.wait_for(reader.linked, LINK_TIMEOUT_S)
         raw = RawReader(side.region, reader.metadata)

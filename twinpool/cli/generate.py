@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from twinpool.cli.options import Address, ConfigFile, Json, Settings, client_address, load_config
+from twinpool.cli.options import (
+    Address,
+    ConfigFile,
+    Flags,
+    Json,
+    Settings,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    load_config,
+    open_client,
+    tls_flags,
+)
 from twinpool.cli.output import print_json, print_pairs, usage_pairs, write
 from twinpool.errors import ConfigError
 
@@ -36,6 +48,9 @@ def register(app: typer.Typer) -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt as it stands; - reads standard input.")],
     address: Address = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     model: ModelName = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -51,7 +66,7 @@ def generate(
 ) -> None:
     """Continues a text; no chat template is applied."""
     options = _options(model, max_tokens, temperature, top_p, top_k, seed, stop, timeout)
-    with _client(address, config, settings) as client:
+    with _client(address, config, settings, tls_flags(tls_ca, tls_cert, tls_key)) as client:
         _answer(client, sys.stdin.read() if prompt == "-" else prompt, options, usage, json)
 
 
@@ -59,6 +74,9 @@ def chat(
     message: Annotated[str | None, typer.Argument(help="One question; without it a conversation starts.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     address: Address = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     model: ModelName = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -75,7 +93,7 @@ def chat(
     """Asks one question, or holds a conversation (ends with Ctrl-D)."""
     options = _options(model, max_tokens, temperature, top_p, top_k, seed, stop, timeout)
     turns: list[Message] = [{"role": "system", "content": system}] if system else []
-    with _client(address, config, settings) as client:
+    with _client(address, config, settings, tls_flags(tls_ca, tls_cert, tls_key)) as client:
         if message is not None:
             turns.append({"role": "user", "content": sys.stdin.read() if message == "-" else message})
             _answer(client, turns, options, usage, json)
@@ -94,11 +112,8 @@ def _read_turn() -> str | None:
     return line if line.strip() else _read_turn()
 
 
-def _client(address: str | None, config: ConfigFile, settings: Settings) -> Client:
-    from twinpool.client import Client
-
-    loaded = load_config(config, settings)
-    return Client(client_address(address, loaded), token=loaded.config.session.token)
+def _client(address: str | None, config: ConfigFile, settings: Settings, flags: Flags) -> Client:
+    return open_client(address, load_config(config, settings, flags))
 
 
 def _options(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from twinpool.config_loader import Loaded, load
 from twinpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twinpool.client import Client
 
 ConfigFile: TypeAlias = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; TWINPOOL_CONFIG does the same.", show_default=False)
@@ -34,10 +37,24 @@ Address: TypeAlias = Annotated[
     ),
 ]
 
+TlsCa: TypeAlias = Annotated[
+    str | None, typer.Option("--tls-ca", help="Authority of the router's certificate; turns TLS on.")
+]
+TlsCert: TypeAlias = Annotated[str | None, typer.Option("--tls-cert", help="Own certificate, if the router asks.")]
+TlsKey: TypeAlias = Annotated[str | None, typer.Option("--tls-key", help="Private key of --tls-cert.")]
+Flags: TypeAlias = Mapping[str, tuple[str, object]]
 
-def load_config(
-    file: Path | None, settings: list[str] | None = None, flags: Mapping[str, tuple[str, object]] | None = None
-) -> Loaded:
+
+def tls_flags(ca: str | None, cert: str | None, key: str | None) -> Flags:
+    """The flags of a client's TLS for ``load_config``."""
+    return {
+        "client.tls_ca": ("--tls-ca", ca),
+        "client.tls_cert": ("--tls-cert", cert),
+        "client.tls_key": ("--tls-key", key),
+    }
+
+
+def load_config(file: Path | None, settings: list[str] | None = None, flags: Flags | None = None) -> Loaded:
     """Loads the configuration from a command's options.
 
     Args:
@@ -67,3 +84,13 @@ def client_address(address: str | None, loaded: Loaded) -> str:
     router = loaded.config.router
     host = "127.0.0.1" if router.host in ("0.0.0.0", "::") else router.host
     return f"{host}:{router.grpc_port}"
+
+
+def open_client(address: str | None, loaded: Loaded, max_retries: int = 3) -> Client:
+    """A client of --address, else of the configured router."""
+    from twinpool.client import Client
+    from twinpool.tls import client_tls
+
+    tls = client_tls(loaded.config) or False
+    dialled = client_address(address, loaded)
+    return Client(dialled, token=loaded.config.client.api_key, tls=tls, max_retries=max_retries)

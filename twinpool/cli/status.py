@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from twinpool.cli.options import Address, ConfigFile, Json, Settings, client_address, load_config
+from twinpool.cli.options import (
+    Address,
+    ConfigFile,
+    Json,
+    Settings,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    load_config,
+    open_client,
+    tls_flags,
+)
 from twinpool.cli.output import print_json
 
 
@@ -13,12 +24,18 @@ def register(app: typer.Typer) -> None:
     app.command("status")(status)
 
 
-def status(address: Address = None, config: ConfigFile = None, settings: Settings = None, json: Json = False) -> None:
+def status(
+    address: Address = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
     """Prints workers, links and load; exits 1 while requests cannot be served."""
-    from twinpool.client import Client
-
-    loaded = load_config(config, settings)
-    with Client(client_address(address, loaded), token=loaded.config.session.token, max_retries=0) as client:
+    loaded = load_config(config, settings, tls_flags(tls_ca, tls_cert, tls_key))
+    with open_client(address, loaded, max_retries=0) as client:
         found = client.status()
         models = client.models()
     if json:

@@ -109,15 +109,20 @@ async def _demo(plan: Plan, question: str, max_tokens: int, verbose: bool, json:
     from twinpool.async_client import AsyncClient
     from twinpool.launcher import deployment
     from twinpool.prompt import Message
+    from twinpool.tls import client_tls
+
+    def client(started: Deployment) -> AsyncClient:
+        tls = client_tls(plan.config) or False
+        return AsyncClient(started.grpc_address, token=plan.config.client.api_key, tls=tls, timeout=120)
 
     log = _LogPrinter([spec.name for spec in plan.specs]) if verbose else _ignore
     _note(f"Starting {_pools(plan.config)}")
     async with deployment(plan, log, _note) as started:
         _note(f"Ready after {started.ready_s:.1f} s")
-        async with AsyncClient(started.grpc_address, token=plan.config.session.token, timeout=120) as client:
+        async with client(started) as asking:
             if not json:
                 write(f"\nQuestion  {question}\nAnswer    ")
-            async with client.stream(
+            async with asking.stream(
                 [Message(role="user", content=question)], temperature=0, max_tokens=max_tokens
             ) as stream:
                 async for chunk in stream:
@@ -125,7 +130,7 @@ async def _demo(plan: Plan, question: str, max_tokens: int, verbose: bool, json:
                         write(chunk.text)
             if not json:
                 write("\n")
-            status = await client.status()
+            status = await asking.status()
     if json:
         print_json(stream.result)
         return
@@ -193,11 +198,17 @@ def _pools(config: Config) -> str:
 def _welcome(started: Deployment) -> str:
     name = started.config.model.name
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'
-    token = started.config.session.token
-    header = ' -H "Authorization: Bearer $TWINPOOL_SESSION__TOKEN"' if token else ""
-    argument = ", token=os.environ['TWINPOOL_SESSION__TOKEN']" if token else ""
-    imports = "os, twinpool" if token else "twinpool"
-    client = f"twinpool.Client('{started.grpc_address}'{argument})"
+    config = started.config
+    header = ' -H "Authorization: Bearer $TWINPOOL_CLIENT__API_KEY"' if config.client.api_key else ""
+    trust = f" --cacert {shlex.quote(config.client.tls_ca or config.tls.ca or '')}" if config.tls.is_public else ""
+    arguments = "".join(
+        [
+            ", token=os.environ['TWINPOOL_CLIENT__API_KEY']" if config.client.api_key else "",
+            f", tls=twinpool.ClientTls({config.client.tls_ca or config.tls.ca!r})" if config.tls.is_public else "",
+        ]
+    )
+    imports = "os, twinpool" if config.client.api_key else "twinpool"
+    client = f"twinpool.Client('{started.grpc_address}'{arguments})"
     code = f"import {imports}; print({client}.chat('{QUESTION}', temperature=0).text)"
     return f"""
 Ready after {started.ready_s:.1f} s: {_pools(started.config)}
@@ -205,7 +216,8 @@ Ready after {started.ready_s:.1f} s: {_pools(started.config)}
   HTTP  {started.http_url}/v1
 
 Ask it:
-  curl -s {started.http_url}/v1/chat/completions -H "Content-Type: application/json"{header} -d {shlex.quote(body)}
+  curl -s{trust} {started.http_url}/v1/chat/completions{header} -H "Content-Type: application/json" \\
+    -d {shlex.quote(body)}
   {shlex.quote(sys.executable)} -c "{code}"
   {_command()} chat --address {started.grpc_address} --temperature 0 {shlex.quote(QUESTION)}
   {_command()} status --address {started.grpc_address}

@@ -304,6 +304,7 @@ def make_cluster(model_folder: Path) -> Any:
         prefills: int = 1,
         decodes: int = 1,
         setup: Callable[[Cluster], None] | None = None,
+        sections: dict[str, Any] | None = None,
         **router: Any,
     ) -> AsyncIterator[Cluster]:
         cluster = Cluster()
@@ -318,7 +319,7 @@ def make_cluster(model_folder: Path) -> Any:
         settings["workers"] = [worker.address for worker in cluster.workers]
         session = {"report_interval_s": 0.05, "suspect_after_s": 0.3, "dead_after_s": 0.6}
         cluster.router = await Router.start(
-            Config.model_validate({"router": settings, "session": session}), model_folder
+            Config.model_validate({"router": settings, "session": session} | (sections or {})), model_folder
         )
         cluster.channel = channel(f"127.0.0.1:{cluster.router.grpc_port}")
         try:

@@ -15,7 +15,7 @@ from twinpool.config import Config
 from twinpool.proto import controller_pb2, controller_pb2_grpc, inference_pb2, inference_pb2_grpc
 from twinpool.router.app import Router
 from twinpool.router.discovery import ControllerDiscovery, DnsDiscovery, Resolve, StaticDiscovery, resolve_all
-from twinpool.rpc import RpcServer, Servicer, channel
+from twinpool.rpc import Dialer, RpcServer, Servicer, channel
 
 if TYPE_CHECKING:
     from tests.unit.router.conftest import Cluster, FakeWorker
@@ -89,7 +89,7 @@ async def test_controller_is_followed_over_its_restart() -> None:
     servicer = Servicer("twinpool.controller.v1.ControllerService", lambda server: add(controller, server))
     server = await RpcServer.start("127.0.0.1", 0, [servicer], "hush")
     port = server.port
-    changes = ControllerDiscovery(f"127.0.0.1:{port}", "hush").changes()
+    changes = ControllerDiscovery(f"127.0.0.1:{port}", Dialer("hush")).changes()
     async with asyncio.timeout(LIMIT_S):
         controller.sets.put_nowait(["a:1"])
         assert await anext(changes) == {"a:1"}

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from twinpool.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from twinpool.grpc_errors import error_from_rpc
 from twinpool.proto import inference_pb2 as pb
-from twinpool.rpc import error_from_rpc
 
 
 async def collect(cluster: Any, **fields: Any) -> list[pb.GenerateResponse]:

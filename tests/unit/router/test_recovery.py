@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from twinpool.errors import InvalidRequest, Overloaded, TwinpoolError, Unavailable
+from twinpool.grpc_errors import error_from_rpc
 from twinpool.proto import inference_pb2 as pb
 from twinpool.proto import worker_pb2
-from twinpool.rpc import error_from_rpc
 
 SAID = "the quick brown fox jumps"
 

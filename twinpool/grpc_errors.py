@@ -1,0 +1,78 @@
+"""Errors as gRPC statuses with google.rpc details, and back."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from twinpool.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TwinpoolError,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+
+
+def status_from_error(error: TwinpoolError) -> status_pb2.Status:
+    """The google.rpc.Status that carries ``error``."""
+    details = []
+    if isinstance(error, InvalidRequest) and error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=packed)
+
+
+def error_from_rpc(error: grpc.RpcError) -> TwinpoolError:
+    """The error that a server raised, from the status that a client received."""
+    code, message = error.code(), error.details() or error.code().name
+    field, retry_after_s = "", 1.0
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            field = bad.field_violations[0].field
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest(message, field)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unsupported(message, field)
+        case grpc.StatusCode.NOT_FOUND:
+            return ModelNotFound(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Overloaded(message, retry_after_s)
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(message)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(message)
+        case grpc.StatusCode.CANCELLED:
+            return Cancelled(message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(message)
+        case _:
+            return TwinpoolError(message)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: TwinpoolError) -> None:
+    """Ends the call with ``error``'s status; never returns."""
+    await context.abort_with_status(rpc_status.to_status(status_from_error(error)))
