@@ -32,6 +32,8 @@ from twinpool.rpc import Dialer
 from twinpool.worker.kv_hello import RankRegion
 
 LINK_TIMEOUT_S = 30.0
+PAUSE_S = 0.01
+"""Before each read, raw or exchange: the source has done by then what it was told, and both begin with cold caches."""
 
 
 class Reader:
@@ -60,7 +62,7 @@ class Reader:
         transfer_id = next(self._numbers)
         self._wanted, self._done = num_blocks, self._loop.create_future()
         self.order(hold=[transfer_id, num_blocks])
-        await asyncio.sleep(0.01)  # the source has promised by then; if not, Open waits for it and is slower
+        await asyncio.sleep(PAUSE_S)
         began = time.perf_counter()
         self._transfer.post(partial(self._table.open, transfer_id, link.key))
         loaded = await self._done
@@ -140,6 +142,7 @@ async def _size(reader: Reader, link: PrefillLink, raw: RawReader, num_blocks: i
     raw_s, read_s, whole_s = [], [], []
     for number in range(rounds + 1):
         reader.order(spin=True)
+        await asyncio.sleep(PAUSE_S)
         seconds = await asyncio.to_thread(raw.read, ranges)
         reader.order(spin=False)
         whole, loaded = await reader.exchange(link, num_blocks)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from twinpool.config import EngineSection
 from twinpool.kv_transfer.connectors.base import Connector
 from twinpool.kv_transfer.connectors.choose import make_connector
 from twinpool.kv_transfer.connectors.ucx import UcxSettings
 from twinpool.kv_transfer.layout import KVLayout, RankLayout
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
-from twinpool.worker.rank_setup import choose_device
+from twinpool.worker.rank_setup import choose_device, prepare_process
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
 RANK = RankLayout.whole(LAYOUT)
@@ -28,7 +29,11 @@ class Side:
 
 
 def make_side(name: str, max_blocks: int, tls: str | None) -> Side:
-    """Makes a NIXL connector with room for ``max_blocks`` scattered blocks. Raises ConnectorError if it cannot."""
+    """Makes a NIXL connector with room for ``max_blocks`` scattered blocks, in a process set up like a worker's.
+
+    Raises ConnectorError if it cannot.
+    """
+    prepare_process(EngineSection())
     connector = make_connector("nixl", UcxSettings.for_host("127.0.0.1", tls))
     num_blocks = 2 * max_blocks + 1
     region = connector.allocate(num_blocks * RANK.block_bytes, choose_device("cpu", 0, 1))
