@@ -23,7 +23,7 @@ from twinpool.engine.models.registry import FAMILIES
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.rank import Rank
 from twinpool.engine.runner import ModelRunner
-from twinpool.kernels.reference import ReferenceKernels
+from twinpool.kernels.choice import kernels_for
 from twinpool.kv_transfer.layout import DTYPES, KVLayout, RankLayout
 
 CPU_KV_BYTES = 1 << 30
@@ -103,7 +103,7 @@ def load_shard(
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, name)
     rank_layout = RankLayout(layout, *parallel.layers(config.num_layers), *parallel.kv_heads(config.num_kv_heads))
     family = FAMILIES[config.architecture]
-    kernels = ReferenceKernels(prepack=True)
+    kernels = kernels_for(device)
 
     def build_whole(weights: Weights) -> Decoder:
         return family(weights, config, ParallelContext(), kernels)
