@@ -1,12 +1,14 @@
 """One engine: commands in, steps through the executor, outputs out. The same engine serves both pools.
 
-``step``: drain commands -> deadlines -> schedule -> run -> apply -> emit, all on one thread. It runs single-stepped
-with an injected clock (tests), or in ``run`` on the engine's own thread, which blocks while there is nothing to do.
-Other threads call ``post``, ``post_many``, ``stop`` and ``load`` only.
+``step``: drain commands -> deadlines -> schedule and launch until ``Executor.max_in_flight`` batches are in flight or
+nothing is left to launch -> collect the oldest -> apply -> emit, all on one thread. What happens depends on commands
+and the clock alone, not on how fast a batch is. It runs single-stepped with an injected clock (tests), or in ``run`` on
+the engine's own thread, which blocks while there is nothing to do. Other threads call ``post``, ``post_many``, ``stop``
+and ``load`` only.
 
 An attempt's life: Submit -> (refused with INVALID) | queued -> computed or loaded -> outputs -> finished, failed,
-held, or cancelled in any state; ``Attempts`` says how its blocks come back. If the executor raises, the requests of
-that step fail with INTERNAL, and the engine goes on with the others.
+held, or cancelled in any state; ``Attempts`` says how its blocks come back. If a step fails, its requests fail with
+INTERNAL, and the engine goes on with the others.
 """
 
 from __future__ import annotations
@@ -71,6 +73,15 @@ class EngineLoad:
     preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step. ``learns``: its time says something about drafts."""
+
+    plan: StepPlan
+    learns: bool
+    launched_at: float
+
+
 class Engine:
     """Owns scheduler, blocks and requests; calls executor and ports on the thread that steps it."""
 
@@ -100,7 +111,15 @@ class Engine:
         self._max_model_len = min(config.max_model_len, self._pool.num_usable * config.block_size)
         self._exporter = Exporter(exports, policy, executor.rank_layers, config.block_size, config.layer_groups)
         self._scheduler = Scheduler(
-            config, self._max_model_len, self._tables, policy, self._exporter, imports, speculation, grammars
+            config,
+            self._max_model_len,
+            self._tables,
+            policy,
+            self._exporter,
+            imports,
+            speculation,
+            grammars,
+            executor.max_in_flight,
         )
         self._outputs = OutputCollector()
         self._attempts = Attempts(self._scheduler, policy, exports, imports, grammars)
@@ -109,6 +128,8 @@ class Engine:
             self._scheduler, self._attempts, self._outputs, policy, exports, rules, grammars
         )
         self._remote = RemoteLoads(self._scheduler, self._attempts, self._postprocessor, self._outputs)
+        self._flights: deque[_Flight] = deque()
+        self._landed_at = 0.0
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -144,7 +165,7 @@ class Engine:
 
         Raises:
             IntegrityError: an idle engine's books do not balance. The process must end: KV may be mixed up.
-            RanksLost: see ``Executor.run``. The process must end.
+            RanksLost: see ``Executor``. The process must end.
         """
         checked = False
         while not self._stopping:
@@ -168,17 +189,23 @@ class Engine:
         now = self._clock()
         for attempt_id in self._attempts.expired(now):
             self._fail(attempt_id, FailureCode.DEADLINE, "the deadline passed", now)
-        plan = self._scheduler.schedule(now)
-        for request, message in self._scheduler.faults:
-            self._postprocessor.refuse(request, message, now)
-        if plan.scheduled:
-            self._run(plan)
+        moved = False
+        while len(self._flights) < self._executor.max_in_flight:
+            plan = self._scheduler.schedule(now)
+            for request, message in self._scheduler.faults:
+                self._postprocessor.refuse(request, message, now)
+            moved = moved or bool(plan.scheduled) or self._scheduler.preempted_last
+            if not plan.scheduled:
+                break
+            self._launch(plan)
+        if self._flights:
+            self._land(self._flights.popleft())
         outputs = self._outputs.take(self._scheduler.step, self._pool.take_events())
         self._load = self._snapshot()
         if outputs is not None:
             self._sink.emit(outputs)
-        moved = bool(plan.scheduled) or self._scheduler.preempted_last
-        return bool(self._inbox or self._scheduler.running or (moved and len(self._scheduler.waiting)))
+        busy = self._flights or self._scheduler.running or (moved and len(self._scheduler.waiting))
+        return bool(self._inbox or busy)
 
     def check_integrity(self) -> None:
         """Compares the pool's books with those of all owners. Only on the stepping thread, between steps.
@@ -272,25 +299,32 @@ class Engine:
         self._outputs.fail(root, code, message, field)
         self._attempts.abort(attempt_id, message, now)
 
-    def _run(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan) -> None:
         announcements = self._exporter.step(plan)
         learns = self._speculation is not None and all(entry.request.is_decoding for entry in plan.scheduled)
-        began = self._clock()
+        self._flights.append(_Flight(plan, learns, self._clock()))
+        self._executor.launch(plan, announcements.layer_groups, announcements.on_layers)
+
+    def _land(self, flight: _Flight) -> None:
+        plan = flight.plan
         try:
-            result = self._executor.run(plan, announcements.layer_groups, announcements.on_layers)
+            result = self._executor.collect()
         except RanksLost:
             raise
         except Exception as error:  # noqa: BLE001 - the device may fail in any way; other requests go on
             _log.exception("step %d failed", plan.step)
-            now = self._clock()
+            now = self._landed_at = self._clock()
             for attempt_id in {entry.request.attempt_id for entry in plan.scheduled}:
                 message = f"the step that computed it failed: {type(error).__name__}: {error}"
                 self._fail(attempt_id, FailureCode.INTERNAL, message, now)
             self._scheduler.retire(plan, failed=True)
             return
         now = self._clock()
-        if learns:
-            self._learn(plan, result, now - began)
+        # In a full pipeline a step costs what passes between two that land, not its own way through all stages.
+        seconds = now - max(flight.launched_at, self._landed_at)
+        self._landed_at = now
+        if flight.learns:
+            self._learn(plan, result, seconds)
         self._postprocessor.apply(plan, result, now)
 
     def _learn(self, plan: StepPlan, result: StepResult, seconds: float) -> None:

@@ -2,9 +2,10 @@
 
 1. ``build_executor`` checks the model folder, loads the weights, has the connector allocate the KV region. The other
    ranks do the same in their own processes; ``Followers`` says how they are reached.
-2. ``run`` does a step: the compact plan goes to all ranks, this rank does its part, logits of the sampled rows arrive
-   on rank 0 and are sampled here. It returns when every rank is done with the step. Meanwhile the marks of the other
-   ranks come in (see ``rank``), and each rank's written layers are announced.
+2. ``launch`` starts a step: the compact plan goes to all ranks, this rank does its part. ``collect`` ends it: logits of
+   the sampled rows arrive on rank 0 and are sampled here, and every rank says that it is done. Meanwhile the marks of
+   the other ranks come in (see ``rank``), and each rank's written layers are announced. With ``pp_size`` in flight
+   every stage has work: this rank computes the next step's first stage before it waits for the last one's logits.
 3. ``close`` drops the model. The region belongs to the connector, which frees it; the other ranks end when whoever
    started them closes their channels.
 
@@ -33,6 +34,7 @@ from twinpool.engine.ports import ReadyEvent
 from twinpool.engine.rank import Rank
 from twinpool.engine.rank_step import RankStep
 from twinpool.engine.request import TokenLogprob
+from twinpool.engine.runner import await_event
 from twinpool.engine.shard import Shard, load_shard
 from twinpool.kv_transfer.layout import KVLayout
 
@@ -66,6 +68,18 @@ MakeSampler = Callable[[int, frozenset[int], torch.device], StepSampler]
 """Makes a sampler from vocabulary size, end-of-sequence ids and device."""
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A launched step. ``hidden`` and ``written`` are None if nothing of it runs; ``error`` is for ``collect``."""
+
+    plan: StepPlan
+    step: RankStep
+    rows: Sequence[PromptRows]
+    error: Exception | None
+    hidden: torch.Tensor | None = None
+    written: ReadyEvent | None = None
+
+
 class ModelExecutor:
     """Implements ``Executor``; see the module."""
 
@@ -79,7 +93,8 @@ class ModelExecutor:
         places = [rank.parallel.at(number) for number in range(rank.parallel.size)]
         self._rank_layers = [place.layers(config.num_layers) for place in places]
         self._followers = FollowerMarks(followers)
-        self._broken = False
+        self._max_in_flight = rank.parallel.pp_size
+        self._flights: deque[_Flight] = deque()
 
     @property
     def num_blocks(self) -> int:
@@ -95,28 +110,78 @@ class ModelExecutor:
         """Drops model and region view. Idempotent."""
         self._rank = None
 
+    @property
+    def max_in_flight(self) -> int:
+        """One step per stage."""
+        return self._max_in_flight
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> StepResult:
-        """See ``Executor.run``.
+    def launch(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> None:
+        """See ``Executor.launch``; returns when this rank's operators are launched (on a CPU: done).
+
+        A plan that names tokens or blocks that do not exist makes ``collect`` raise ValueError; nothing but its
+        ``copies`` is done.
 
         Raises:
-            ValueError: the plan names tokens or blocks that do not exist; nothing but ``copies`` was done.
             RanksLost: a rank died, or something failed on this one while others were in the step.
             RuntimeError: the executor is closed.
         """
         rank = self._rank
         if rank is None:
             raise RuntimeError("the executor is closed")
-        result = StepResult([Sampled() for _ in plan.scheduled])
         batch, refused = self._build(rank, plan)
         rows = [] if refused else list(_chunks(prompt_rows(plan.scheduled)))
-        step = RankStep(
-            plan.copies, batch, layer_groups, on_layers is not None, [(chunk.start, chunk.end) for chunk in rows]
-        )
-        if batch is not None or plan.copies:
-            self._run(rank, step, plan, rows, on_layers, result)
-        if refused is not None:
-            raise refused
+        prompt_ranges = [(chunk.start, chunk.end) for chunk in rows]
+        step = RankStep(plan.copies, batch, layer_groups, on_layers is not None, prompt_ranges)
+        flight = _Flight(plan, step, rows, refused)
+        self._flights.append(flight)
+        if batch is None and not plan.copies:
+            return
+        marks = self._followers
+
+        def on_group(start: int, end: int, event: ReadyEvent) -> None:
+            if on_layers is not None:
+                on_layers(0, start, end, event)
+                marks.take()
+
+        marks.begin(step, on_layers)
+        try:
+            with self._together():
+                flight.hidden = rank.forward(step, on_group)
+                flight.written = rank.runner.event()
+        except RanksLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - told by ``collect``, when the steps before have been collected
+            flight.error = error
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """See ``Executor.collect``.
+
+        Raises:
+            ValueError: see ``launch``.
+            RanksLost: as ``launch``.
+            RuntimeError: the executor is closed.
+        """
+        rank = self._rank
+        if rank is None:
+            raise RuntimeError("the executor is closed")
+        flight = self._flights.popleft()
+        result = StepResult([Sampled() for _ in flight.plan.scheduled])
+        if flight.hidden is not None and flight.written is not None:
+            logits = self._logits(rank, flight.step, flight.hidden)
+            try:
+                self._sample(flight.plan, flight.rows, logits, result)
+            except RanksLost:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised below, when all ranks are done with the step
+                flight.error = error
+            # Whatever sampling met, all ranks of the last stage compute all logits of the step.
+            deque(logits, maxlen=0)
+            self._followers.finish()
+            await_event(flight.written)
+        if flight.error is not None:
+            raise flight.error
         return result
 
     def _build(self, rank: Rank, plan: StepPlan) -> tuple[HostBatch | None, ValueError | None]:
@@ -136,43 +201,15 @@ class ModelExecutor:
         except ValueError as error:
             return None, error
 
-    def _run(
-        self,
-        rank: Rank,
-        step: RankStep,
-        plan: StepPlan,
-        rows: Sequence[PromptRows],
-        on_layers: OnLayers | None,
-        result: StepResult,
-    ) -> None:
-        marks = self._followers
-        marks.begin(step, on_layers)
-
-        def on_group(start: int, end: int, event: ReadyEvent) -> None:
-            if on_layers is not None:
-                on_layers(0, start, end, event)
-                marks.take()
-
-        try:
-            with self._in_step():
-                hidden = rank.forward(step, on_group)
-            logits = self._logits(rank, step, hidden)
-            try:
-                self._sample(plan, rows, logits, result)
-            finally:
-                # Whatever sampling met, all ranks of the last stage compute all logits of the step.
-                deque(logits, maxlen=0)
-        finally:
-            if self._broken and marks.present:
-                raise RanksLost("a step failed on rank 0 while the other ranks were in it")
-            marks.finish()
-
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """If the body fails, the other ranks wait for this one in vain."""
-        before, self._broken = self._broken, True
-        yield
-        self._broken = before
+    def _together(self) -> Iterator[None]:
+        """Other ranks take part in the body: if it fails here, they wait for this rank in vain."""
+        try:
+            yield
+        except Exception as error:
+            if self._followers.present:
+                raise RanksLost("a step failed on rank 0 while the other ranks were in it") from error
+            raise
 
     def _logits(self, rank: Rank, step: RankStep, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits of the sampled rows, if any, then of ``step.prompt_rows``, computed here or on the last stage."""
@@ -180,7 +217,7 @@ class ModelExecutor:
         if parallel.last_stage:
             own = rank.logits(step, hidden)
             while True:
-                with self._in_step():
+                with self._together():
                     logits = next(own, None)
                 if logits is None:
                     return
@@ -190,9 +227,9 @@ class ModelExecutor:
         source = parallel.size - parallel.tp_size
         counts = [step.batch.num_sample_rows] if step.batch.num_sample_rows else []
         for count in counts + [end - start for start, end in step.prompt_rows]:
-            with self._in_step():
+            with self._together():
                 self._followers.wait_logits(source)
-                logits = parallel.peers.receive((count, self._vocab_size), torch.float32, source)
+                logits = parallel.results.receive((count, self._vocab_size), torch.float32, source)
             yield logits
 
     def _sample(

@@ -2,7 +2,7 @@
 
 1. Admission: ``begin`` with all blocks of the prompt, then its prefix hits, all layers at once.
 2. Each step: the blocks that became full; in the step that ends a prompt, all that remain, in layer groups, from
-   inside ``Executor.run``. The numbers are fixed at schedule time.
+   inside the executor. The numbers are fixed at schedule time.
 3. The first token: ``final`` (core). The hold table then decides who may read; the engine frees blocks only after
    ``final`` with nothing left to continue, ``revoke``, or HoldEnded.
 """

@@ -1,10 +1,11 @@
-"""The other ranks of a worker, as rank 0's executor sees them: how they start, and their marks during a step."""
+"""The other ranks of a worker, as rank 0's executor sees them: how they start, and their marks during steps."""
 
 from __future__ import annotations
 
 import select
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from twinpool.engine.channel import Channel, ChannelClosed
@@ -42,8 +43,16 @@ class NoFollowers:
         return num_blocks
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step under way, and the ranks that are not done with it."""
+
+    on_layers: OnLayers | None
+    running: set[int]
+
+
 class FollowerMarks:
-    """What the other ranks say of the step under way; one step at a time. Does nothing if there are none.
+    """What the other ranks say of the steps under way, which each runs in order. Does nothing if there are none.
 
     Raises RanksLost from any method when a rank is gone.
     """
@@ -55,9 +64,9 @@ class FollowerMarks:
         for number, channel in self._channels.items():
             self._ranks[channel.fileno()] = number
             self._poll.register(channel.fileno(), select.POLLIN)
-        self._running: set[int] = set()
+        self._steps: deque[_Step] = deque()
+        self._steps_of: dict[int, deque[_Step]] = {number: deque() for number in self._channels}
         self._logits_from: deque[int] = deque()
-        self._on_layers: OnLayers | None = None
 
     @property
     def present(self) -> bool:
@@ -69,10 +78,10 @@ class FollowerMarks:
         if not self._channels:
             return
         message = step.encode()
-        self._on_layers = on_layers
-        self._running = set(self._channels)
-        self._logits_from.clear()
+        begun = _Step(on_layers, set(self._channels))
+        self._steps.append(begun)
         for number, channel in self._channels.items():
+            self._steps_of[number].append(begun)
             try:
                 channel.send(*message)
             except ChannelClosed as error:
@@ -80,7 +89,7 @@ class FollowerMarks:
 
     def take(self, timeout_ms: int | None = 0) -> None:
         """Takes what has arrived; None waits until something has."""
-        if not self._running:
+        if not self._steps:
             return
         for descriptor, _ in self._poll.poll(timeout_ms):
             number = self._ranks[descriptor]
@@ -88,12 +97,13 @@ class FollowerMarks:
                 mark, start, end = Mark.decode(self._channels[number].receive())
             except ChannelClosed as error:
                 raise RanksLost(f"rank {number} is gone") from error
-            if mark is Mark.LAYERS and self._on_layers is not None:
-                self._on_layers(number, start, end, Written())
+            steps = self._steps_of[number]
+            if mark is Mark.DONE:
+                steps.popleft().running.discard(number)
             elif mark is Mark.LOGITS:
                 self._logits_from.append(number)
-            elif mark is Mark.DONE:
-                self._running.discard(number)
+            elif (on_layers := steps[0].on_layers) is not None:
+                on_layers(number, start, end, Written())
 
     def wait_logits(self, rank: int) -> None:
         """Waits until ``rank`` is about to send its next logits."""
@@ -102,6 +112,8 @@ class FollowerMarks:
         self._logits_from.remove(rank)
 
     def finish(self) -> None:
-        """Waits until nothing of the step can write any more on any rank."""
-        while self._running:
+        """Waits until nothing of the oldest step can write any more on any rank."""
+        while self._steps and self._steps[0].running:
             self.take(None)
+        if self._steps:
+            self._steps.popleft()

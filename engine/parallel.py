@@ -30,7 +30,7 @@ class Peers(Protocol):
     """Carries tensors between any two ranks, in order per pair."""
 
     def send(self, x: torch.Tensor, rank: int) -> None:
-        """Returns when ``x`` may be overwritten (on a GPU: by later work of the stream)."""
+        """Starts to send ``x``, which nobody may write any more. Waits only if many sends are under way."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next tensor that ``rank`` sends us, which has this shape and dtype."""
@@ -66,6 +66,10 @@ class ParallelContext:
     pp_size: int = 1
     collective: Collective = field(default_factory=Alone)
     peers: Peers = field(default_factory=Alone)
+    """Hidden states, from stage to stage."""
+    results: Peers = field(default_factory=Alone)
+    """Logits, from the last stage to rank 0. On their own: NCCL runs what goes between two ranks one after the other,
+    and two stages that each wait to be taken from would wait for ever."""
 
     @property
     def rank(self) -> int:

@@ -69,7 +69,7 @@ event proves that the rank's part of their KV is written."""
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks of one worker. Called on the engine thread only."""
+    """Runs steps on all ranks of one worker, in the order of their launch. Called on the engine thread only."""
 
     @property
     def num_blocks(self) -> int:
@@ -79,13 +79,27 @@ class Executor(Protocol):
     def rank_layers(self) -> Sequence[tuple[int, int]]:
         """Layers ``[start, end)`` of the model whose KV each rank holds (its share of heads), by rank."""
 
-    def run(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> StepResult:
-        """Runs a step to its end on all ranks: when it returns, no rank writes for it any more.
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be launched and not collected: one per pipeline stage."""
 
-        ``on_layers`` is called for each rank, in layer order; the model is cut into about ``layer_groups`` groups.
+    def launch(self, plan: StepPlan, layer_groups: int, on_layers: OnLayers | None) -> None:
+        """Starts a step behind those in flight; its requests must be in none of them, and stay as they are until it is
+        collected. At most ``max_in_flight`` steps are in flight.
+
+        ``on_layers`` is called for each rank, in layer order, until the step is collected; the model is cut into about
+        ``layer_groups`` groups. What fails is told by ``collect``.
 
         Raises:
-            RanksLost: ranks died or no longer agree. Any other error leaves the executor usable.
+            RanksLost: ranks died or no longer agree.
+        """
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest step in flight: when it returns or raises, no rank writes for it any more.
+
+        Raises:
+            RanksLost: ranks died or no longer agree. Any other error means that this step failed, its copies perhaps
+                too if no other is in flight; the executor stays usable, and later steps are not touched.
         """
 
     def close(self) -> None:

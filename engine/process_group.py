@@ -1,8 +1,8 @@
 """How the ranks of a worker exchange tensors: torch's process groups, NCCL between GPUs and gloo between CPUs.
 
 1. Rank 0 serves a store (``serve_store``) on the one address it is given, the others dial it (``join_store``).
-2. All ranks call ``join``, which returns when everybody is there: one group per TP stage, and one of all ranks for the
-   pipeline. Nothing becomes torch's global default group.
+2. All ranks call ``join``, which returns when everybody is there: one group per TP stage, and two of all ranks
+   for the pipeline. Nothing becomes torch's global default group.
 3. The groups live as long as the context that ``join`` returned. A rank that dies makes the others' collectives fail
    (gloo) or hang (NCCL); whoever watches the ranks ends the process.
 
@@ -13,6 +13,7 @@ themselves it belongs on a network that only the cluster reaches.
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +39,7 @@ class Group:
         self._group = group
         self._size = size
         self._device = device
+        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums in place."""
@@ -55,7 +57,10 @@ class Group:
 
     def send(self, x: torch.Tensor, rank: int) -> None:
         """See ``Peers``."""
-        self._group.send([x.contiguous()], rank, 0).wait()
+        x = x.contiguous()
+        self._sends.append((self._group.send([x], rank, 0), x))
+        while self._sends and (len(self._sends) > self._size or self._sends[0][0].is_completed()):
+            self._sends.popleft()[0].wait()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """See ``Peers``."""
@@ -97,7 +102,9 @@ def join(place: ParallelContext, store: Store, host: str, device: torch.device) 
     if place.tp_size > 1:
         joined = replace(joined, collective=group(f"tp{place.pp_rank}", place.tp_rank, place.tp_size))
     if place.pp_size > 1:
-        joined = replace(joined, peers=group("pp", place.rank, place.size))
+        joined = replace(
+            joined, peers=group("pp", place.rank, place.size), results=group("results", place.rank, place.size)
+        )
     return joined
 
 

@@ -22,7 +22,7 @@ from twinpool.engine.channel import Channel
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.ports import ReadyEvent
 from twinpool.engine.rank_step import RankStep
-from twinpool.engine.runner import ModelRunner, OnGroup
+from twinpool.engine.runner import ModelRunner, OnGroup, await_event
 
 _MARK = struct.Struct("<BII")
 
@@ -116,11 +116,10 @@ def follow(rank: Rank, channel: Channel) -> NoReturn:
             for logits in rank.logits(step, hidden):
                 if sends_logits:
                     channel.send(Mark.LOGITS.encode())
-                    rank.parallel.peers.send(logits, 0)
+                    rank.parallel.results.send(logits, 0)
         while launched:
             start, end, event = launched.popleft()
-            if isinstance(event, torch.Event):
-                event.synchronize()
+            await_event(event)
             channel.send(Mark.LAYERS.encode(start, end))
         rank.runner.synchronize()
         channel.send(Mark.DONE.encode())

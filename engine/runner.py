@@ -79,7 +79,7 @@ class ModelRunner:
         for start, end in layer_ranges(self.num_layers, layer_groups):
             self._model.run_layers(step, start, end)
             if on_group is not None:
-                on_group(start, end, self._event())
+                on_group(start, end, self.event())
         return self._model.finish(step)
 
     @property
@@ -96,12 +96,19 @@ class ModelRunner:
         """Logits of rows of ``forward``'s result: [rows, vocab], float32."""
         return self._model.logits(hidden)
 
-    def _event(self) -> ReadyEvent:
+    def event(self) -> ReadyEvent:
+        """Proves that everything launched so far has been done."""
         if self.device.type != "cuda":
             return Written()
         event = torch.Event(self.device)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+def await_event(event: ReadyEvent) -> None:
+    """Returns when ``event`` has happened."""
+    if isinstance(event, torch.Event):
+        event.synchronize()
 
 
 def layer_ranges(num_layers: int, groups: int) -> Sequence[tuple[int, int]]:

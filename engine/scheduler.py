@@ -10,8 +10,10 @@ A step, in order:
    Room is one joint question: new blocks plus one growth block per running or loading choice must be free, unless
    nothing runs or loads. Remote requests get their blocks (LOADING) without costing tokens.
 
-Blocks return to the pool when the last launched step that writes them has retired (``retire``): ``release`` defers
-them if one is in flight. Copies for forks own a reference on both blocks until their step has retired.
+With ``max_in_flight`` above 1, steps are scheduled while others are in flight: their requests are left alone, neither
+scheduled nor preempted, and a step takes an equal share of the rest, so that every step of the pipeline has work. One
+that lacks a block while the victim is in flight waits, and nothing is admitted meanwhile. Blocks return to the pool
+when the last launched step that writes them has retired (``Retirement``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from twinpool.engine.exporter import Exporter
 from twinpool.engine.plan import ScheduledRequest, StepPlan
 from twinpool.engine.ports import GrammarError, Grammars, KVImports, RolePolicy, Speculation
 from twinpool.engine.request import Request, RequestState
+from twinpool.engine.retirement import Retirement
 from twinpool.engine.step_budget import StepBudget
 from twinpool.engine.waiting_queue import WaitingQueue, rank
 
@@ -51,6 +54,7 @@ class Scheduler:
         imports: KVImports,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
+        max_in_flight: int = 1,
     ) -> None:
         self.tables = tables
         self.waiting = WaitingQueue()
@@ -60,6 +64,7 @@ class Scheduler:
         self.held: dict[int, Request] = {}
         self.preempted_last = False
         self.num_preemptions = 0
+        self._starved = False
         self.faults: list[tuple[Request, str]] = []
         """Requests whose grammar failed in ``schedule``, and why: left out of the plan, for the engine to end."""
         self._config = config
@@ -69,17 +74,14 @@ class Scheduler:
         self._imports = imports
         self._speculation = speculation
         self._grammars = grammars
+        self._max_in_flight = max_in_flight
         self._sequence = 0
-        self._launched = 0
-        self._retired = 0
-        self._deferred: list[tuple[int, list[int]]] = []
-        self._copies: list[tuple[int, int]] = []
-        self._copying: dict[int, list[tuple[int, int]]] = {}
+        self._steps = Retirement(tables.pool)
 
     @property
     def step(self) -> int:
         """Number of the last launched step."""
-        return self._launched
+        return self._steps.launched
 
     def submit(self, request: Request, blockers: set[Blocker]) -> None:
         """Queues a request, behind ``blockers`` if there are any."""
@@ -104,20 +106,36 @@ class Scheduler:
         """Plans a step; with nothing to compute the plan is empty, is not launched, and keeps the last number."""
         decoding: list[Request] = []
         prompts: list[Request] = []
+        num_busy_decoding = num_busy_prompts = 0
+        retired = self._steps.retired
         for request in self.running:
-            (decoding if request.is_decoding else prompts).append(request)
+            if request.last_step <= retired:
+                (decoding if request.is_decoding else prompts).append(request)
+            elif request.is_decoding:
+                num_busy_decoding += 1
+            else:
+                num_busy_prompts += 1
+        num_decoding = len(decoding) + num_busy_decoding
+        del decoding[self._share(num_decoding) :]
+        num_prompts = self._share(len(prompts) + num_busy_prompts + len(self.waiting))
+        del prompts[num_prompts:]
         total = self._config.max_num_batched_tokens
-        prompt = min(total, self._policy.prompt_budget(len(decoding), total))
-        budget = StepBudget(tokens=total, prompt=prompt, drafts=total - len(decoding))
+        budget = StepBudget(
+            tokens=total,
+            prompt=min(total, self._policy.prompt_budget(num_decoding, total)),
+            drafts=total - len(decoding),
+            admissions=num_prompts - len(prompts),
+        )
         chosen: dict[Request, ScheduledRequest] = {}
         self.preempted_last = False
+        self._starved = False
         self.faults = []
         if self._speculation is not None:
             self._speculation.begin_step(len(decoding))
         for request in [*decoding, *prompts]:
             if request.state is RequestState.RUNNING:
                 self._continue(request, budget, chosen, now)
-        if not self.preempted_last:
+        if len(self.waiting) and not (self.preempted_last or self._starved):
             self._admit(budget, chosen, now)
         return self._launch(chosen, now)
 
@@ -133,21 +151,8 @@ class Scheduler:
         request.draft_ids = []
 
     def retire(self, plan: StepPlan, failed: bool = False) -> None:
-        """No rank writes for ``plan`` any more: deferred blocks are freed. Steps retire in order.
-
-        Copies of a ``failed`` step are made again by the next one for those whose target still lives.
-        """
-        self._retired = max(self._retired, plan.step)
-        copies = self._copying.pop(plan.step, [])
-        if failed:
-            self._copies = copies + self._copies
-        else:
-            for copy in copies:
-                self.tables.pool.free(copy)
-        for step, blocks in self._deferred:
-            if step <= self._retired:
-                self.tables.pool.free(blocks)
-        self._deferred = [item for item in self._deferred if item[0] > self._retired]
+        """No rank writes for ``plan`` any more: deferred blocks are freed. Steps retire in order."""
+        self._steps.retire(plan.step, failed)
 
     def fork(self, source: Request, target: Request, now: float) -> None:
         """Starts another choice with the computed tokens of ``source``; without room it waits to be recomputed."""
@@ -158,7 +163,7 @@ class Scheduler:
             return
         copy = self.tables.fork(source, target, num_tokens)
         if copy is not None:
-            self._copies.append(copy)
+            self._steps.copy_later(copy)
         target.set_state(RequestState.RUNNING, now)
         self.running.append(target)
 
@@ -193,19 +198,14 @@ class Scheduler:
             case RequestState.FINISHED:
                 pass
         request.set_state(RequestState.FINISHED, now)
-        self._release(request)
+        self._steps.release(request)
         return quarantined
 
     def owners(self) -> Counter[int]:
         """References per block as requests, copies and deferred frees count them."""
-        count: Counter[int] = Counter()
+        count = self._steps.owners()
         for request in [*self.running, *self.loading.values(), *self.held.values()]:
             count.update(request.block_ids)
-        for _, blocks in self._deferred:
-            count.update(blocks)
-        for copies in [self._copies, *self._copying.values()]:
-            for copy in copies:
-                count.update(copy)
         return count
 
     def queued_tokens(self) -> int:
@@ -230,6 +230,10 @@ class Scheduler:
             return 1
         return request.sampling.n
 
+    def _share(self, count: int) -> int:
+        """What one step takes of ``count`` requests, so that ``max_in_flight`` steps have equal work."""
+        return -(-count // self._max_in_flight)
+
     def _growth(self, request: Request) -> int:
         return 0 if self._policy.holds(request) else self._width(request)
 
@@ -244,6 +248,9 @@ class Scheduler:
             return
         while not self.tables.can_allocate(request, request.num_computed_tokens + num):
             victim = max((r for r in self.running if not self._policy.holds(r)), key=rank)
+            if self._steps.in_flight(victim):
+                self._starved = True
+                return
             entry = chosen.pop(victim, None)
             if entry is not None:
                 budget.spend(entry, victim.is_decoding, sign=-1)
@@ -300,8 +307,9 @@ class Scheduler:
             hits = [] if skip else self.tables.match(request, (request.num_tokens - 1) // block_size)
             left = request.num_tokens - len(hits) * block_size
             num = min(left, self._config.prefill_chunk, budget.tokens, budget.prompt)
-            if num <= 0:
+            if num <= 0 or budget.admissions <= 0:
                 return False
+            budget.admissions -= 1
             reserve = max(self._policy.reserve_tokens(request), len(hits) * block_size + num)
         if not self.tables.can_allocate(request, reserve, hits, headroom):
             return False
@@ -343,36 +351,19 @@ class Scheduler:
         request.draft_ids = []
         request.stats.preemptions += 1
         self.num_preemptions += 1
-        self._release(request)
+        self._steps.release(request)
         self._enqueue(request, resumed=True)
         self.preempted_last = True
 
-    def _release(self, request: Request) -> None:
-        blocks, request.block_ids = request.block_ids, []
-        request.num_cached_blocks = 0
-        if not blocks:
-            return
-        if request.last_step > self._retired:
-            self._deferred.append((request.last_step, blocks))
-        else:
-            self.tables.pool.free(blocks)
-
     def _launch(self, chosen: dict[Request, ScheduledRequest], now: float) -> StepPlan:
-        pool = self.tables.pool
-        alive = [copy for copy in self._copies if pool.references(copy[1]) > 1]
-        for copy in self._copies:
-            if copy not in alive:
-                pool.free(copy)
-        self._copies = alive
+        self._steps.drop_dead_copies()
         allowed = self._masks(chosen)
         if not chosen:
-            return StepPlan(self._launched, ())
-        self._launched += 1
-        self._copies = []
-        self._copying[self._launched] = alive
-        plan = StepPlan(self._launched, list(chosen.values()), alive)
+            return StepPlan(self._steps.launched, ())
+        step, copies = self._steps.launch()
+        plan = StepPlan(step, list(chosen.values()), copies)
         for index, request in enumerate(chosen):
-            request.launched(self._launched, now)
+            request.launched(step, now)
             if request in allowed:
                 plan.allowed[index] = allowed[request]
         return plan

@@ -1,4 +1,4 @@
-"""What is left of one step while it is planned: tokens in all, prompt tokens, draft tokens."""
+"""What is left of one step while it is planned: tokens in all, prompt tokens, draft tokens, local admissions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class StepBudget:
     tokens: int
     prompt: int
     drafts: int
+    admissions: int
 
     def spend(self, entry: ScheduledRequest, decoding: bool, sign: int = 1) -> None:
         """Takes what ``entry`` computes; ``sign`` -1 gives it back (its request was preempted)."""

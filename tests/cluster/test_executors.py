@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import children
+from steps import run_step
 
 from pair import Pool
 from tiny_models import write_tiny_llama
@@ -74,7 +75,7 @@ def test_each_rank_announces_each_layer_once_and_only_when_it_is_written(
         seen.append((rank, start, end, region(rank)))
 
     request = prompt(30)
-    pool.built.executor.run(plan(request), 4, on_layers)
+    run_step(pool.built.executor, plan(request), 4, on_layers)
     for item in pool.ranks:
         mine = [(start, end, data) for rank, start, end, data in seen if rank == item.rank]
         layers = [layer for start, end, _ in mine for layer in range(start, end)]
@@ -89,22 +90,22 @@ def test_each_rank_announces_each_layer_once_and_only_when_it_is_written(
 
 def test_a_plan_that_makes_no_sense_harms_nobody(pool: Pool, region: Callable[[int], bytes]) -> None:
     executor = pool.built.executor
-    good = executor.run(plan(prompt(20)), 1, None).sampled[0].token_ids
+    good = run_step(executor, plan(prompt(20)), 1, None).sampled[0].token_ids
     bad = prompt(21)
     bad.prompt_ids = [*bad.prompt_ids[:-1], 10_000]
     with pytest.raises(ValueError, match="10000 is outside the vocabulary"):
-        executor.run(plan(bad, copies=((5, 30),)), 1, None)
+        run_step(executor, plan(bad, copies=((5, 30),)), 1, None)
     for item in pool.ranks:
         blocks = item.layout.view(torch.frombuffer(bytearray(region(item.rank)), dtype=torch.uint8))
         assert torch.equal(blocks[5], blocks[30])
         assert blocks[5].any()
-    assert executor.run(StepPlan(2, [], [(5, 31)]), 1, None).sampled == []
-    assert executor.run(plan(prompt(20)), 1, None).sampled[0].token_ids == good
+    assert run_step(executor, StepPlan(2, [], [(5, 31)]), 1, None).sampled == []
+    assert run_step(executor, plan(prompt(20)), 1, None).sampled[0].token_ids == good
 
 
 def test_a_sampler_that_fails_leaves_the_ranks_in_step(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = pool.built.executor
-    wanted = executor.run(plan(prompt(25, prompt_logprobs=1)), 1, None).sampled[0]
+    wanted = run_step(executor, plan(prompt(25, prompt_logprobs=1)), 1, None).sampled[0]
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("sampling failed")
@@ -113,8 +114,8 @@ def test_a_sampler_that_fails_leaves_the_ranks_in_step(pool: Pool, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(executor._sampler, name, fail)
             with pytest.raises(ZeroDivisionError, match="sampling failed"):
-                executor.run(plan(prompt(25, prompt_logprobs=1)), 1, None)
-    again = executor.run(plan(prompt(25, prompt_logprobs=1)), 1, None).sampled[0]
+                run_step(executor, plan(prompt(25, prompt_logprobs=1)), 1, None)
+    again = run_step(executor, plan(prompt(25, prompt_logprobs=1)), 1, None).sampled[0]
     assert again.token_ids == wanted.token_ids
     assert len(again.prompt_logprobs) == 24
     assert [e.logprob for e in again.prompt_logprobs] == pytest.approx([e.logprob for e in wanted.prompt_logprobs])
@@ -152,7 +153,7 @@ def test_a_dead_rank_is_told_and_a_closed_executor_runs_nothing(folder: Path) ->
     (rank,) = set(children(os.getpid())) - before
     os.kill(rank, signal.SIGKILL)
     with pytest.raises(RanksLost):
-        pool.built.executor.run(plan(prompt(20)), 1, None)
+        run_step(pool.built.executor, plan(prompt(20)), 1, None)
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
-        pool.built.executor.run(plan(prompt(20)), 1, None)
+        run_step(pool.built.executor, plan(prompt(20)), 1, None)

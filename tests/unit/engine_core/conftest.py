@@ -1,15 +1,17 @@
 """An engine with a fake executor whose KV is real enough to catch any wrong block.
 
-The fake keeps one number per (block, slot): a hash of the prefix that ends there. Position p is computed from what the
-block table gives for p - 1, and tokens are sampled from what was just written. So a shared, copied, reused or
-remotely written block that is not what it should be gives other tokens than ``reference``.
+The fake does all of a step when it is collected, with what the plan said at launch, as the last stage of a pipeline
+does: what was given away while the step was in flight shows. It keeps one number per (block, slot): a hash of the
+prefix that ends there. Position p is computed from what the block table gives for p - 1, and tokens are sampled from
+what was just written. So a shared, copied, reused or remotely written block that is not what it should be gives other
+tokens than ``reference``.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -56,8 +58,12 @@ def reference(prompt, max_tokens, choice=0, max_model_len=10**9, eos=EOS, stop=(
 
 
 class FakeExecutor:
-    def __init__(self, num_blocks, block_size, num_layers=8):
+    def __init__(self, num_blocks, block_size, num_layers=8, max_in_flight=1):
         self.num_blocks = num_blocks
+        self.max_in_flight = max_in_flight
+        self.flights = deque()
+        self.most_in_flight = 0
+        self.on_collect = lambda plan: None
         self.num_layers = num_layers
         self.block_size = block_size
         self.kv: dict[int, dict[int, int]] = defaultdict(dict)
@@ -72,35 +78,49 @@ class FakeExecutor:
     def close(self):
         pass
 
-    def run(self, plan: StepPlan, layer_groups, on_layers):
+    def launch(self, plan: StepPlan, layer_groups, on_layers):
         assert plan.scheduled
+        assert len(self.flights) < self.max_in_flight
+        busy = {e.request for flight, *_ in self.flights for e in flight.scheduled}
+        assert not busy & {e.request for e in plan.scheduled}, "a request is in two steps"
+        shots = [
+            (e.request.num_computed_tokens, list(e.request.block_ids), list(e.request.draft_ids))
+            for e in plan.scheduled
+        ]
+        self.flights.append((plan, shots, layer_groups, on_layers))
+        self.most_in_flight = max(self.most_in_flight, len(self.flights))
+
+    def collect(self):
+        plan, shots, layer_groups, on_layers = self.flights.popleft()
+        self.on_collect(plan)
         assert sum(e.num_tokens for e in plan.scheduled) <= self.max_tokens
         self.plans.append([(e.request.attempt_id, e.num_tokens) for e in plan.scheduled])
-        if self.fail:
+        if self.fail and not self.flights:
             raise RuntimeError("device lost")
         for source, target in plan.copies:
             self.kv[target] = dict(self.kv[source])
+        if self.fail:
+            raise RuntimeError("sampling failed")
         written: set[tuple[int, int]] = set()
-        result = StepResult([self._one(entry, written) for entry in plan.scheduled])
+        result = StepResult([self._one(e, *shot, written) for e, shot in zip(plan.scheduled, shots, strict=True)])
         if on_layers is not None:
             edges = [self.num_layers * i // layer_groups for i in range(layer_groups + 1)]
             for start, end in itertools.pairwise(edges):
                 on_layers(0, start, end, Written())
         return result
 
-    def _one(self, entry, written):
+    def _one(self, entry, start, block_ids, draft_ids, written):
         r, bs = entry.request, self.block_size
-        start = r.num_computed_tokens
         known = r.tokens(start, min(start + entry.num_tokens, r.num_tokens))
-        drafts = list(r.draft_ids[: entry.num_drafts])
+        drafts = draft_ids[: entry.num_drafts]
         tokens = known + drafts
         assert len(tokens) == entry.num_tokens
         assert entry.samples == (start + entry.num_tokens - entry.num_drafts == r.num_tokens)
         kvs = []
         for offset, token in enumerate(tokens):
             p = start + offset
-            parent = self.kv[r.block_ids[(p - 1) // bs]][(p - 1) % bs] if p else 0
-            slot = (r.block_ids[p // bs], p % bs)
+            parent = self.kv[block_ids[(p - 1) // bs]][(p - 1) % bs] if p else 0
+            slot = (block_ids[p // bs], p % bs)
             assert slot[0] != 0
             assert slot not in written, "two requests write one slot"
             written.add(slot)
@@ -230,7 +250,15 @@ class Harness:
     mix = staticmethod(mix)
 
     def __init__(
-        self, role="decode", num_blocks=64, block_size=4, speculation=None, grammars=None, local=256, **limits
+        self,
+        role="decode",
+        num_blocks=64,
+        block_size=4,
+        speculation=None,
+        grammars=None,
+        local=256,
+        max_in_flight=1,
+        **limits,
     ):
         config = EngineConfig(
             **{
@@ -245,7 +273,7 @@ class Harness:
                 **limits,
             }
         )
-        self.executor = FakeExecutor(num_blocks, block_size)
+        self.executor = FakeExecutor(num_blocks, block_size, max_in_flight=max_in_flight)
         self.executor.max_tokens = config.max_num_batched_tokens
         self.sink = Sink()
         self.exports = Exports(self.executor)

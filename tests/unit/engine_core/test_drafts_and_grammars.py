@@ -128,8 +128,7 @@ def test_masks_are_planned_for_sampling_entries_only(harness):
     grammars = Grammars()
     h = harness(grammars=grammars, prefill_chunk=4)
     masks = []
-    run = h.executor.run
-    h.executor.run = lambda plan, g, cb: (masks.append(dict(plan.allowed)), run(plan, g, cb))[1]
+    h.executor.on_collect = lambda plan: masks.append(dict(plan.allowed))
     h.submit(1, list(range(9)), max_tokens=2, constraint=Constraint("regex", "a*"))
     h.step()
     grammars.post[1](GrammarReady(1))
@@ -214,13 +213,11 @@ def test_controller_sees_steps_that_only_generate(harness):
     h = harness(speculation=AdaptiveProposer(Oracle(harness.reference, 4, 0.0), controller), prefill_chunk=4)
     seen = []
     controller.observe = lambda *step: seen.append(step)
-    tick = h.executor.run
 
-    def run(plan, groups, on_layers):
+    def tick(plan):
         h.now += 0.5
-        return tick(plan, groups, on_layers)
 
-    h.executor.run = run
+    h.executor.on_collect = tick
     h.submit(1, list(range(9)), max_tokens=8)
     h.drain()
     assert [(batch, drafts, accepted) for batch, drafts, accepted, _ in seen] == [(1, 4, 4), (1, 1, 1)]

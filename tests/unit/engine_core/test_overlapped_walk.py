@@ -2,9 +2,8 @@
 
 A pipeline launches a step before the last one has come back. Whatever happens meanwhile (aborts in any state, victims,
 failed steps, remote loads that end while a read may land), a block that a launched step writes, or that a read may
-still reach, must not be handed out. A request may be launched twice before it comes back: then the second step writes
-what the first did, and only those may share its blocks who have the same tokens there. Books are balanced after every
-operation; in the end all blocks are free.
+still reach, must not be handed out, and only those may share it who have the same tokens there. Books are balanced
+after every operation; in the end all blocks are free.
 """
 
 import dataclasses
@@ -26,6 +25,7 @@ class OverlappedWalk:
         self.rng = rng = random.Random(seed)
         self.depth = rng.choice([1, 2, 4])
         self.h = harness(
+            max_in_flight=self.depth,
             num_blocks=rng.choice([12, 24, 60]),
             block_size=rng.choice([1, 2, 4]),
             max_num_seqs=rng.choice([2, 8]),
@@ -72,6 +72,8 @@ class OverlappedWalk:
         if not plan.scheduled:
             return
         self.seen["overlapped"] += bool(self.flying)
+        busy = {request for _, writes in self.flying for request, *_ in writes}
+        assert not busy & {entry.request for entry in plan.scheduled}
         size = self.tables.block_size
         writes = []
         for entry in plan.scheduled:
@@ -87,10 +89,12 @@ class OverlappedWalk:
         plan, writes = self.flying.pop(0)
         failed = self.rng.random() < 0.05
         for entry, (request, first, _, _) in zip(plan.scheduled, writes, strict=True):
-            alive = request.state is RequestState.RUNNING and request.num_computed_tokens == first
+            assert request.state is not RequestState.WAITING, "preempted in flight"
+            alive = request.state is RequestState.RUNNING
+            assert not alive or request.num_computed_tokens == first
             if alive and failed:
                 self.discard(request)
-            elif alive and request.last_step >= plan.step:
+            elif alive:
                 self.apply(entry)
         self.scheduler.retire(plan, failed=failed)
         self.seen["steps"] += 1

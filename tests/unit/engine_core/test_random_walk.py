@@ -46,6 +46,7 @@ class Walk:
             "max_num_seqs": rng.choice([1, 3, 8]),
             "max_num_batched_tokens": rng.choice([8, 32, 128]),
             "prefill_chunk": rng.choice([3, 8, 64]),
+            "max_in_flight": rng.choice([1, 1, 2, 4]),
         }
         tokens = rng.choice([48, 120, 400])
         blocks = tokens // limits["block_size"] + 1

@@ -26,7 +26,7 @@ def test_a_victim_already_chosen_in_this_step_is_taken_back(harness):
 
 
 def test_blocks_of_a_step_in_flight_come_back_when_it_retires(harness):
-    h = harness()
+    h = harness(max_in_flight=2)
     scheduler = h.engine._scheduler
     pool = scheduler.tables.pool
     first, second = (Request(a, [a] * 9, SamplingParams(), StopParams(9)) for a in (1, 2))
@@ -34,7 +34,7 @@ def test_blocks_of_a_step_in_flight_come_back_when_it_retires(harness):
     step_1 = scheduler.schedule(1.0)
     scheduler.submit(second, set())
     step_2 = scheduler.schedule(1.0)  # launched before step 1 has retired
-    assert [entry.request for entry in step_2.scheduled][-1] is second
+    assert [entry.request for entry in step_2.scheduled] == [second]
     scheduler.discard(second, 1.0)
     assert pool.num_free == h.usable - 6
     pool.check_integrity(scheduler.owners())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from steps import run_step
 
 from twinpool.engine.executor import BuiltExecutor, build_executor
 from twinpool.engine.plan import OnLayers, Sampled, ScheduledRequest, StepPlan
@@ -79,7 +80,7 @@ class Harness:
         """Computes n tokens of each request; samples where that reaches the last known token."""
         scheduled = [ScheduledRequest(r, n, samples=r.num_computed_tokens + n == r.num_tokens) for r, n in work]
         self._steps += 1
-        sampled = self.executor.run(StepPlan(self._steps, scheduled), layer_groups, on_layers).sampled
+        sampled = run_step(self.executor, StepPlan(self._steps, scheduled), layer_groups, on_layers).sampled
         for (request, num_tokens), result in zip(work, sampled, strict=True):
             request.num_computed_tokens += num_tokens
             request.output_ids += result.token_ids

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from steps import run_step
 
 from twinpool.engine.errors import DoesNotFit, UnsupportedModel
 from twinpool.engine.executor import build_executor
@@ -41,7 +42,8 @@ def test_copied_blocks_continue_like_their_source(tiny_llama, make_harness, rand
     """Two choices share full blocks; the partial one is copied in the step in which they part."""
     harness = make_harness(tiny_llama)
     first = harness.request(random_prompt(20), 6)
-    (sampled,) = harness.executor.run(StepPlan(0, [ScheduledRequest(first, 20, True, num_samples=3)]), 1, None).sampled
+    plan = StepPlan(0, [ScheduledRequest(first, 20, True, num_samples=3)])
+    (sampled,) = run_step(harness.executor, plan, 1, None).sampled
     assert len(sampled.token_ids) == 3
     second = harness.request(random_prompt(20), 6)
     copies = [(first.block_ids[1], second.block_ids[1])]
@@ -49,7 +51,7 @@ def test_copied_blocks_continue_like_their_source(tiny_llama, make_harness, rand
     for request, token in ((first, sampled.token_ids[0]), (second, 5)):
         request.num_computed_tokens, request.output_ids = 20, [token]
     plan = StepPlan(1, [ScheduledRequest(first, 1, True), ScheduledRequest(second, 1, True)], copies)
-    for request, result in zip((first, second), harness.executor.run(plan, 1, None).sampled, strict=True):
+    for request, result in zip((first, second), run_step(harness.executor, plan, 1, None).sampled, strict=True):
         request.num_computed_tokens += 1
         request.output_ids += result.token_ids
     for request in (first, second):
@@ -63,7 +65,7 @@ def test_a_plan_of_copies_alone_swaps_blocks(tiny_llama, make_harness):
     harness = make_harness(tiny_llama)
     blocks = harness.executor._rank.runner.cache.blocks
     blocks[1:4] = torch.arange(1.0, 4.0).view(3, 1, 1, 1, 1, 1)
-    assert harness.executor.run(StepPlan(0, [], [(1, 2), (2, 1), (3, 7)]), 1, None).sampled == []
+    assert run_step(harness.executor, StepPlan(0, [], [(1, 2), (2, 1), (3, 7)]), 1, None).sampled == []
     assert [float(blocks[i].mean()) for i in (1, 2, 3, 7)] == [2.0, 1.0, 3.0, 3.0]
 
 
@@ -97,7 +99,7 @@ def test_partial_chunks_sample_nothing_and_masks_follow_their_request(tiny_llama
     harness.sampler.sample = spy
     mask = torch.full((1, 10), -1, dtype=torch.int32)
     plan = StepPlan(0, [ScheduledRequest(partial, 10, False), ScheduledRequest(full, 6, True)], allowed={1: mask})
-    results = harness.executor.run(plan, 1, None).sampled
+    results = run_step(harness.executor, plan, 1, None).sampled
     assert [len(result.token_ids) for result in results] == [0, 1]
     assert len(seen) == 1
     assert seen[0] == (1, [full], [mask])

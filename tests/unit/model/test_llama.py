@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from steps import run_step
 
 BLOCK = 16
 CONFIGS = {
@@ -123,7 +124,7 @@ def test_drafts_are_verified_in_one_step(tiny_llama, make_harness, random_prompt
             drafts[wrong] = (drafts[wrong] + 1) % 290
         request.draft_ids = drafts
         plan = StepPlan(1, [ScheduledRequest(request, 4, True, num_drafts=3)])
-        (sampled,) = harness.executor.run(plan, 1, None).sampled
+        (sampled,) = run_step(harness.executor, plan, 1, None).sampled
         assert sampled.token_ids == truth[1 : 2 + wrong]
         request.output_ids += sampled.token_ids
         request.draft_ids = []
