@@ -1,72 +1,281 @@
-"""The router's one admission budget.
+"""The router's one admission budget, and the order in which requests start.
 
-A request holds a ``Ticket`` from the moment it is accepted to the moment its end is known; the flow releases it. Over
-the budget, or while draining, requests are refused before anything is tokenised or sent.
+1. ``admit``, before anything is tokenised: refuses while draining, over ``max_queued``, over a limit of the caller's
+   key, or when the estimated queue time exceeds the request's deadline or ``max_queue_s``. Else a ``Ticket``.
+2. ``Ticket.turn`` waits in the fair queue until the pools have room: a slot in the decode batches (a quarter more than
+   there are, since some requests are still in prefill) and, until its first token, room in the prefill window. What
+   waits in workers is thereby little, and the fair queue decides.
+3. ``Ticket.first_token`` gives the room in the prefill window back, ``Ticket.release`` the rest. The flow calls both.
+
+One caller cannot fill the budget or the slots alone: it may hold at most eight times what is left free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from twinpool.config import RouterSection
 from twinpool.errors import Overloaded, Unavailable
+from twinpool.router.caller import ANYBODY, Caller
+from twinpool.router.fair_queue import Entry, FairQueue
+from twinpool.router.policy import WorkerView
+from twinpool.router.service_rate import ServiceRate
 
 _SMOOTHING = 0.1
-_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
+_FIRST_ANSWER = 128.0
+"""Tokens expected of an answer before any has ended."""
+_IN_PREFILL = 1.25
+_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the connected workers run at once: choices, and prompt tokens before their first token."""
+
+    slots: int
+    prefill_tokens: int
+
+
+def capacity(views: Sequence[WorkerView], section: RouterSection) -> Capacity:
+    """The capacity of the connected workers that do not drain; zero when none is connected."""
+    usable = [view.info for view in views if not view.report.draining]
+    batches = sum(info.max_num_seqs for info in usable if info.role == "decode")
+    prefills = sum(info.role == "prefill" or section.disaggregate != "always" for info in usable)
+    return Capacity(-int(-batches * _IN_PREFILL // 1), prefills * section.prefill_window)
+
+
+class _Account:
+    """What one caller uses now."""
+
+    def __init__(self, caller: Caller, now: float) -> None:
+        self.caller = caller
+        self.in_flight = 0
+        self.running = 0
+        self._balance = float(caller.tokens_per_minute or 0)
+        self._filled = now
+
+    def empty_for_s(self, now: float) -> float:
+        """Seconds until the key may use tokens again; 0 when it may now."""
+        per_minute = self.caller.tokens_per_minute
+        if per_minute is None:
+            return 0.0
+        self._balance = min(self._balance + (now - self._filled) * per_minute / 60, per_minute)
+        self._filled = now
+        return 0.0 if self._balance > 0 else (1 - self._balance) * 60 / per_minute
+
+    def charge(self, tokens: float) -> None:
+        """Takes tokens, or gives them back when negative."""
+        self._balance -= tokens
+
+    def is_idle(self, now: float) -> bool:
+        """Whether a new account would say the same."""
+        full = self.caller.tokens_per_minute is None or (self.empty_for_s(now), self._balance)[1] >= (
+            self.caller.tokens_per_minute
+        )
+        return self.in_flight == 0 and full
 
 
 class Ticket:
     """A place in the budget; released once."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission: Admission | None = admission
+    def __init__(self, admission: Admission, account: _Account, priority: int) -> None:
+        self._admission = admission
+        self.account = account
+        self.priority = priority
+        self.entry: Entry | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self.prompt_tokens = 0
+        self.choices = 0
+        self.in_prefill = False
+        self.running = False
+        self._released = False
 
-    def release(self) -> None:
-        """Gives the place back. Idempotent."""
-        if self._admission is not None:
-            admission, self._admission = self._admission, None
-            admission.leave()
+    async def turn(self, prompt_tokens: int, max_tokens: int, choices: int) -> None:
+        """Returns when the request may start, or when the ticket was released meanwhile."""
+        if self._released:
+            return
+        self.prompt_tokens, self.choices = prompt_tokens, choices
+        self.waiter = asyncio.get_running_loop().create_future()
+        self._admission.enqueue(self, prompt_tokens + choices * self._admission.expected_answer(max_tokens))
+        await self.waiter
+
+    def first_token(self) -> None:
+        """The prompt is computed. Idempotent."""
+        if self.in_prefill:
+            self._admission.left_prefill(self)
+
+    def release(self, completion_tokens: int = 0) -> None:
+        """Gives the place back; ``completion_tokens`` is what was generated. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._admission.leave(self, completion_tokens)
+            if self.waiter is not None and not self.waiter.done():
+                self.waiter.set_result(None)
 
 
 class Admission:
-    """Counts requests in flight and refuses what exceeds ``limit``."""
+    """Counts requests, refuses what exceeds the limits, and starts the rest in fair order."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
+    def __init__(
+        self,
+        section: RouterSection,
+        find_capacity: Callable[[], Capacity] = lambda: Capacity(0, 0),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = section.max_queued
+        self._max_queue_s = section.max_queue_s
+        self._find_capacity = find_capacity
         self._clock = clock
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._queue = FairQueue()
+        self._waiting: dict[int, Ticket] = {}
+        self._rate = ServiceRate(clock)
+        self._accounts: dict[str, _Account] = {}
+        self._answer = _FIRST_ANSWER
         self._last_end: float | None = None
         self._gap_s = 1.0
+        self._running = 0
+        self._in_prefill = 0
+        self._prefill_tokens = 0
         self.in_flight = 0
 
-    def admit(self) -> Ticket:
+    @property
+    def queued(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._queue)
+
+    def admit(self, caller: Caller = ANYBODY, priority: int = 0, deadline_s: float | None = None) -> Ticket:
         """Takes one place.
 
         Raises:
             Unavailable: the router drains.
-            Overloaded: the budget is used up; the retry delay follows the recent pace of completions.
+            Overloaded: a limit is reached, or the queue is too long for the deadline; with the time to come back.
         """
         if self._draining:
             raise Unavailable("the router is shutting down; send the request to another one")
+        now = self._clock()
+        account = self._account(caller, now)
+        self._check_limits(account, now)
+        wait_s = self._rate.wait_s(self._queue.ahead(caller.name, priority))
+        bound_s = self._max_queue_s if deadline_s is None else min(self._max_queue_s, deadline_s)
+        if wait_s > bound_s:
+            raise Overloaded(
+                f"the request would wait for about {wait_s:.1f} s, and its deadline or router.max_queue_s allows "
+                f"{bound_s:g} s; retry later",
+                _clamp(wait_s - bound_s),
+            )
+        account.in_flight += 1
+        self.in_flight += 1
+        self._idle.clear()
+        return Ticket(self, account, priority)
+
+    def _check_limits(self, account: _Account, now: float) -> None:
+        caller = account.caller
         if self.in_flight >= self._limit:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight and router.max_queued is {self._limit}; retry later",
                 self.retry_after_s,
             )
-        self.in_flight += 1
-        self._idle.clear()
-        return Ticket(self)
+        if caller.name and account.in_flight >= _SHARE * (self._limit - self.in_flight):
+            raise Overloaded(
+                f"{account.in_flight} requests of key {caller.name} are in flight, and the "
+                f"{self._limit - self.in_flight} places left (router.max_queued) are kept for others; retry later",
+                self.retry_after_s,
+            )
+        if caller.max_in_flight is not None and account.in_flight >= caller.max_in_flight:
+            raise Overloaded(
+                f"{account.in_flight} requests of key {caller.name} are in flight, its max_in_flight; retry later",
+                self.retry_after_s,
+            )
+        empty_s = account.empty_for_s(now)
+        if empty_s > 0:
+            raise Overloaded(
+                f"key {caller.name} has used its {caller.tokens_per_minute} tokens per minute; retry later",
+                _clamp(empty_s),
+            )
+
+    def _account(self, caller: Caller, now: float) -> _Account:
+        account = self._accounts.get(caller.name)
+        if account is None:
+            for name in [name for name, known in self._accounts.items() if known.is_idle(now)]:
+                del self._accounts[name]
+            account = self._accounts[caller.name] = _Account(caller, now)
+        account.caller = caller  # limits may have changed
+        return account
+
+    def expected_answer(self, max_tokens: int) -> float:
+        """Tokens that one choice is likely to get."""
+        return min(float(max_tokens), self._answer)
+
+    def enqueue(self, ticket: Ticket, cost: float) -> None:
+        """Lets a ticket wait for its turn; called by tickets."""
+        caller = ticket.account.caller
+        ticket.entry = Entry(caller.name, caller.weight, ticket.priority, cost)
+        self._queue.add(ticket.entry)
+        self._waiting[id(ticket.entry)] = ticket
+        ticket.account.charge(cost)
+        self.pump()
+
+    def pump(self) -> None:
+        """Starts what fits; called whenever room or a request may have come."""
+        if len(self._queue):
+            room = self._find_capacity()
+            while (entry := self._queue.pop(lambda entry: self._fits(self._waiting[id(entry)], room))) is not None:
+                self._start(self._waiting.pop(id(entry)))
+        self._rate.queue_is(len(self._queue) > 0)
+
+    def _fits(self, ticket: Ticket, room: Capacity) -> bool:
+        if room.slots == 0 or self._running == 0:  # nobody connected: the flow says so; a giant must start some time
+            return True
+        free = room.slots - self._running
+        if ticket.choices > free:
+            return False
+        account = ticket.account
+        if (
+            account.caller.name
+            and account.running
+            and account.running + ticket.choices > _SHARE * (free - ticket.choices)
+        ):
+            return False
+        return self._in_prefill == 0 or self._prefill_tokens + ticket.prompt_tokens <= room.prefill_tokens
+
+    def _start(self, ticket: Ticket) -> None:
+        ticket.running = ticket.in_prefill = True
+        ticket.account.running += ticket.choices
+        self._running += ticket.choices
+        self._in_prefill += 1
+        self._prefill_tokens += ticket.prompt_tokens
+        assert ticket.waiter is not None
+        if not ticket.waiter.done():
+            ticket.waiter.set_result(None)
+
+    def left_prefill(self, ticket: Ticket) -> None:
+        """A ticket's prompt is computed; called by tickets."""
+        ticket.in_prefill = False
+        self._in_prefill -= 1
+        self._prefill_tokens -= ticket.prompt_tokens
+        self.pump()
 
     @property
     def retry_after_s(self) -> float:
         """Seconds in which a place is likely to become free."""
-        return min(max(self._gap_s, _MIN_RETRY_S), _MAX_RETRY_S)
+        return _clamp(self._gap_s)
 
-    def leave(self) -> None:
+    def leave(self, ticket: Ticket, completion_tokens: int) -> None:
         """Takes a place back; called by tickets."""
+        if ticket.in_prefill:
+            ticket.in_prefill = False
+            self._in_prefill -= 1
+            self._prefill_tokens -= ticket.prompt_tokens
+        if ticket.entry is not None:
+            self._settle(ticket, ticket.entry, completion_tokens)
+        ticket.account.in_flight -= 1
         self.in_flight -= 1
         now = self._clock()
         if self._last_end is not None:
@@ -74,6 +283,23 @@ class Admission:
         self._last_end = now
         if self.in_flight == 0:
             self._idle.set()
+        self.pump()
+
+    def _settle(self, ticket: Ticket, entry: Entry, completion_tokens: int) -> None:
+        expected, cost = entry.cost, float(ticket.prompt_tokens + completion_tokens)
+        if not ticket.running:
+            self._queue.remove(entry)
+            self._waiting.pop(id(entry), None)
+            ticket.account.charge(-expected)
+            return
+        ticket.running = False
+        ticket.account.running -= ticket.choices
+        self._running -= ticket.choices
+        ticket.account.charge(cost - expected)
+        self._queue.correct(entry, cost)
+        self._rate.served(cost)
+        if completion_tokens:
+            self._answer += _SMOOTHING * (completion_tokens / ticket.choices - self._answer)
 
     @property
     def draining(self) -> bool:
@@ -89,3 +315,7 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+
+def _clamp(seconds: float) -> float:
+    return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -23,7 +23,8 @@ from twinpool.proto.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
     add_InfoServiceServicer_to_server,
 )
-from twinpool.router.admission import Admission
+from twinpool.router.admission import Admission, capacity
+from twinpool.router.api_keys import ApiKeys
 from twinpool.router.discovery import Resolve, make_discovery, resolve_all
 from twinpool.router.flow import FlowContext
 from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
@@ -69,20 +70,26 @@ class Router:
         text = ModelText.load(model_folder)
         registry, metrics = Registry(config, make_discovery(config, resolve)), RouterMetrics()
         metrics.registry.register(WorkerMetrics(registry))
-        admission = Admission(config.router.max_queued)
+        keys = ApiKeys(config.auth)
+        admission = Admission(config.router, lambda: capacity(registry.views(), config.router))
         context = FlowContext(config.router, registry, text, metrics, CostModel())
         intake = Intake(context, admission)
-        inference, info = InferenceServicer(intake, text), InfoServicer(registry, admission)
+        inference, info = InferenceServicer(intake, text, keys), InfoServicer(registry, admission)
         servicers = [
             Servicer(INFERENCE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
             Servicer(INFO, lambda server: add_InfoServiceServicer_to_server(info, server)),
         ]
-        app = HttpService(intake, registry, admission, text, metrics).app
+        app = HttpService(intake, registry, admission, text, metrics, keys).app
         tls = public_server(config.tls)
         http = HttpServer(app, config.router.host, config.router.http_port, tls)
         try:
             rpc = await RpcServer.start(
-                config.router.host, config.router.grpc_port, servicers, None, tls, config.router.health_port
+                config.router.host,
+                config.router.grpc_port,
+                servicers,
+                tls=tls,
+                health_port=config.router.health_port,
+                authenticate=keys.authenticate if keys.required else None,
             )
         except ConfigError:
             await http.stop()
@@ -124,6 +131,7 @@ class Router:
     async def _follow_readiness(self) -> None:
         serving = False
         while True:
+            self._admission.pump()  # what changed may have brought room
             ready = not self._registry.not_ready_reason
             if ready != serving:
                 serving = ready

@@ -12,7 +12,9 @@ from contextlib import aclosing
 
 from twinpool.errors import Cancelled
 from twinpool.proto import inference_pb2
-from twinpool.router.flow import Chunk, Flow
+from twinpool.router.caller import Caller
+from twinpool.router.chunk import Chunk
+from twinpool.router.flow import Flow
 from twinpool.router.intake import Intake
 from twinpool.router.openai_format import Answer, Envelope, Format, Json, extension, running_usage, usage
 from twinpool.router.openai_types import StreamOptions
@@ -34,6 +36,7 @@ class Completion:
         cls,
         intake: Intake,
         requests: Sequence[inference_pb2.GenerateRequest],
+        caller: Caller,
         make_format: Callable[[Sequence[Flow]], Format],
     ) -> Completion:
         """Admits and validates all prompts.
@@ -44,7 +47,7 @@ class Completion:
         flows: list[Flow] = []
         try:
             for request in requests:
-                flows.append(await intake.open(request))
+                flows.append(await intake.open(request, caller))
             return cls(flows, make_format(flows))
         except BaseException:
             _cancel(flows)

@@ -1,6 +1,6 @@
 """One request's life, from dispatch to the last message.
 
-1. ``chunks`` dispatches the first attempt: ``Submit`` to the decode and the prefill worker at once.
+1. ``chunks`` waits for the ticket's turn and dispatches the first attempt: ``Submit`` to both workers at once.
 2. Outputs of both are merged per (choice, index): the first copy wins, so token 0 leaves as soon as the prefill worker
    has sampled it. Workers' news arrive from the sessions' receive loops and never wait for the client.
 3. Whatever goes wrong with an attempt (session end, KV lost, drained, exhausted, internal error) ends it on both
@@ -31,8 +31,9 @@ from twinpool.errors import (
 from twinpool.router.admission import Ticket
 from twinpool.router.attempt import Attempt, Leg, submission_for
 from twinpool.router.choice import Choice
+from twinpool.router.chunk import Chunk
 from twinpool.router.ledger import MAX_PAUSE_S, Ledger
-from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role, TokenLogprob
+from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role
 from twinpool.router.metrics import RouterMetrics
 from twinpool.router.policy import CostModel, NoRoute, Obstacle, Route, RouteQuery, choose
 from twinpool.router.registry import Registry
@@ -55,21 +56,6 @@ class FlowContext:
     text: ModelText
     metrics: RouterMetrics
     cost: CostModel
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """New content of one choice; ``summary`` is set in the last chunk of the request."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprob] = ()
-    prompt_logprobs: Sequence[TokenLogprob] = ()
-    prompt_token_ids: Sequence[int] = ()
-    finish: FinishReason | None = None
-    stop_reason: str = ""
-    summary: Summary | None = None
 
 
 class Flow:
@@ -111,8 +97,12 @@ class Flow:
         Raises:
             TwinpoolError: the request failed; what was delivered before stays valid.
         """
+        request = self.request
         try:
-            self._dispatch(range(self.request.n))
+            await self._ticket.turn(len(request.prompt_ids), request.stopping.max_tokens, request.n)
+            if self._error is not None:
+                raise self._error
+            self._dispatch(range(request.n))
             while True:
                 self._stop_stall_timer()
                 self._consumer_waits = True
@@ -161,7 +151,7 @@ class Flow:
             task.cancel()
         self._deadline_timer.cancel()
         self._stop_stall_timer()
-        self._ticket.release()
+        self._ticket.release(sum(len(choice.token_ids) for choice in self._choices))
 
     # Dispatch
 
@@ -249,6 +239,7 @@ class Flow:
         now = self._loop.time()
         if not self._first_token:
             self._first_token = now
+            self._ticket.first_token()
             self._context.metrics.first_token(now - self._arrival)
         elif self._last_token:
             self._context.metrics.next_tokens(now - self._last_token, new)

@@ -11,13 +11,15 @@ import grpc.aio
 from twinpool.errors import Cancelled
 from twinpool.proto import inference_pb2, inference_pb2_grpc
 from twinpool.router.admission import Admission
-from twinpool.router.flow import Chunk
+from twinpool.router.api_keys import ApiKeys
+from twinpool.router.chunk import Chunk
 from twinpool.router.intake import Intake
 from twinpool.router.messages import FinishReason, TokenLogprob
 from twinpool.router.registry import Registry
 from twinpool.router.summary import Summary
 from twinpool.router.text import ModelText
 from twinpool.router.worker_session import WorkerSession
+from twinpool.rpc import authorization
 
 INFERENCE = "twinpool.inference.v1.InferenceService"
 INFO = "twinpool.inference.v1.InfoService"
@@ -35,16 +37,19 @@ _FINISH = {
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Generation."""
 
-    def __init__(self, intake: Intake, text: ModelText) -> None:
+    def __init__(self, intake: Intake, text: ModelText, keys: ApiKeys) -> None:
         self._intake = intake
+        self._keys = keys
         self._text = text
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
-        route = dict(context.invocation_metadata() or ()).get(ROUTE_METADATA)
-        flow = await self._intake.open(request, context.time_remaining(), route)
+        metadata = context.invocation_metadata()
+        caller = self._keys.caller(authorization(metadata))
+        route = dict(metadata or ()).get(ROUTE_METADATA)
+        flow = await self._intake.open(request, caller, context.time_remaining(), route)
         # The generators below are not closed at once when a call ends while a response is being written.
         context.add_done_callback(lambda _: flow.cancel(Cancelled("the client cancelled")))
         await context.send_initial_metadata(((REQUEST_ID_METADATA, flow.request.request_id),))

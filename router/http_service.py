@@ -8,14 +8,23 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from importlib import metadata
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from twinpool.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, TwinpoolError, Unavailable
+from twinpool.errors import (
+    Cancelled,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TwinpoolError,
+    Unauthenticated,
+    Unavailable,
+)
 from twinpool.router.admission import Admission
+from twinpool.router.api_keys import ApiKeys
 from twinpool.router.completions import Completion
 from twinpool.router.flow import Flow
 from twinpool.router.intake import Intake
@@ -44,8 +53,15 @@ class HttpService:
     """The handlers; ``app`` is the ASGI application."""
 
     def __init__(
-        self, intake: Intake, registry: Registry, admission: Admission, text: ModelText, metrics: RouterMetrics
+        self,
+        intake: Intake,
+        registry: Registry,
+        admission: Admission,
+        text: ModelText,
+        metrics: RouterMetrics,
+        keys: ApiKeys,
     ) -> None:
+        self._keys = keys
         self._intake = intake
         self._registry = registry
         self._admission = admission
@@ -56,12 +72,17 @@ class HttpService:
 
     def _add_routes(self) -> None:
         app = self.app
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
-        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
-        app.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+        for path, handler, method in (
+            ("/v1/chat/completions", self.chat, "POST"),
+            ("/v1/completions", self.completions, "POST"),
+            ("/v1/models", self.models, "GET"),
+            ("/v1/models/{name:path}", self.model, "GET"),
+            ("/tokenize", self.tokenize, "POST"),
+            ("/detokenize", self.detokenize, "POST"),
+        ):
+            guard = [Depends(self._authenticate)]
+            app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=guard)
+        # Probes and Prometheus have no keys; what these say is no secret of a caller.
         app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
         app.add_api_route("/ready", self.ready, methods=["GET"], response_model=None)
         app.add_api_route("/version", self.version, methods=["GET"], response_model=None)
@@ -70,13 +91,17 @@ class HttpService:
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(Exception, _on_defect)
 
+    async def _authenticate(self, request: Request) -> None:
+        """Says who the caller is, before a body is read."""
+        request.state.caller = self._keys.caller(request.headers.get("authorization", ""))
+
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = parse(ChatBody, await _body(request))
         message = body.to_request(request.headers.get("x-request-id", ""))
         wants_logprobs = bool(body.logprobs)
         completion = await Completion.open(
-            self._intake, [message], lambda flows: ChatFormat(self._text, wants_logprobs)
+            self._intake, [message], request.state.caller, lambda flows: ChatFormat(self._text, wants_logprobs)
         )
         return await _answer(request, completion, body)
 
@@ -95,7 +120,7 @@ class HttpService:
             n = flows[0].request.n
             return CompletionFormat(self._text, body.logprobs is not None, n, echoes, body.echo_only)
 
-        return await _answer(request, await Completion.open(self._intake, messages, form), body)
+        return await _answer(request, await Completion.open(self._intake, messages, request.state.caller, form), body)
 
     async def models(self) -> Json:
         """GET /v1/models."""
@@ -165,7 +190,7 @@ class HttpService:
             (session.info.role if session.info is not None else "unknown", session.state)
             for session in self._registry.sessions
         )
-        text = self._metrics.exposition(self._admission.in_flight, dict(workers))
+        text = self._metrics.exposition(self._admission.in_flight, self._admission.queued, dict(workers))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def _check_model(self, model: str) -> None:
@@ -217,6 +242,8 @@ async def _on_twinpool_error(request: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, Cancelled):
         return Response(status_code=499)
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)

@@ -12,6 +12,7 @@ from twinpool.config import Disaggregate
 from twinpool.errors import InvalidRequest, TwinpoolError
 from twinpool.proto import inference_pb2
 from twinpool.router.admission import Admission
+from twinpool.router.caller import ANYBODY, Caller
 from twinpool.router.flow import Flow, FlowContext
 from twinpool.router.validation import Limits, resolve
 
@@ -24,11 +25,16 @@ class Intake:
         self._admission = admission
 
     async def open(
-        self, request: inference_pb2.GenerateRequest, deadline_s: float | None = None, route: str | None = None
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller = ANYBODY,
+        deadline_s: float | None = None,
+        route: str | None = None,
     ) -> Flow:
         """A flow that is ready to be read; whoever gets it reads it or closes it.
 
-        ``route`` (local, remote) overrides ``router.disaggregate`` where ``router.route_hints`` allows it.
+        A priority better than the caller's best is lowered to that. ``route`` (local, remote) overrides
+        ``router.disaggregate`` where ``router.route_hints`` allows it.
 
         Raises:
             TwinpoolError: the request was refused.
@@ -37,11 +43,14 @@ class Intake:
         config = self._context.config
         most = config.default_deadline_s
         try:
-            ticket = self._admission.admit()
+            if request.priority < caller.best_priority:
+                request.priority = caller.best_priority
+            deadline_s = min(deadline_s or most, most)
+            ticket = self._admission.admit(caller, request.priority, deadline_s)
             try:
                 mode = config.disaggregate if route is None else _mode(route, config.route_hints)
                 resolved = await resolve(request, self._context.text, self.limits())
-                return Flow(resolved, self._context, ticket, arrival, min(deadline_s or most, most), mode)
+                return Flow(resolved, self._context, ticket, arrival, deadline_s, mode)
             except BaseException:
                 ticket.release()
                 raise

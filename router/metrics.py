@@ -24,6 +24,7 @@ class RouterMetrics:
             "twinpool_router_rejections", "Requests refused before dispatch", ["reason"], registry=self.registry
         )
         self._in_flight = Gauge("twinpool_router_requests_in_flight", "Requests admitted now", registry=self.registry)
+        self._queued = Gauge("twinpool_router_requests_queued", "Requests that wait here", registry=self.registry)
         self._workers = Gauge(
             "twinpool_router_workers", "Workers by role and state", ["role", "state"], registry=self.registry
         )
@@ -91,9 +92,10 @@ class RouterMetrics:
         if usage.transfer_bytes:
             self._bytes.labels(usage.transport).inc(usage.transfer_bytes)
 
-    def exposition(self, in_flight: int, workers: dict[tuple[str, str], int]) -> bytes:
+    def exposition(self, in_flight: int, queued: int, workers: dict[tuple[str, str], int]) -> bytes:
         """Prometheus text; ``workers`` counts them by (role, state)."""
         self._in_flight.set(in_flight)
+        self._queued.set(queued)
         self._workers.clear()
         for (role, state), count in workers.items():
             self._workers.labels(role, state).set(count)

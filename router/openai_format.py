@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from twinpool.router.flow import Chunk
+from twinpool.router.chunk import Chunk
 from twinpool.router.messages import TokenLogprob
 from twinpool.router.summary import Summary
 from twinpool.router.text import ModelText

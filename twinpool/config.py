@@ -89,6 +89,12 @@ class RouterSection(Section):
         False, description="take x-twinpool-route (local or remote) from a request's metadata; for measurements"
     )
     max_queued: int = Field(512, ge=0, description="requests admitted at once; more are answered RESOURCE_EXHAUSTED")
+    max_queue_s: float = Field(
+        30.0, gt=0, description="requests that would wait longer than this, by estimate, are refused at once"
+    )
+    prefill_window: int = Field(
+        2048, gt=0, description="prompt tokens per prefill worker sent ahead of their first token; the rest queues here"
+    )
     default_deadline_s: float = Field(600.0, gt=0, description="for requests that bring none")
     max_attempts: int = Field(20, gt=0, description="dispatches of one request, losses included")
     discovery: Literal["static", "dns", "controller"] = Field(
@@ -196,6 +202,15 @@ class TlsSection(Section):
         return self.public and bool(self.public_cert or self.cert)
 
 
+class AuthSection(Section):
+    """Who may use the router's public ports; without keys, everybody who can reach them."""
+
+    keys_file: str | None = Field(
+        None, description="YAML file of API keys (docs/security.md), read again when it changes"
+    )
+    keys: tuple[str, ...] = Field((), description="API keys as name:sha256, with limits as :max_in_flight=8 and so on")
+
+
 class ClientSection(Section):
     """How the command line reaches a router."""
 
@@ -224,6 +239,7 @@ class Config(Section):
     transport: TransportSection = TransportSection()
     session: SessionSection = SessionSection()
     tls: TlsSection = TlsSection()
+    auth: AuthSection = AuthSection()
     client: ClientSection = ClientSection()
     controller: ControllerSection = ControllerSection()
     logging: LoggingSection = LoggingSection()

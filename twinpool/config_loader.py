@@ -49,7 +49,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 KEYS: Mapping[str, Any] = dict(_leaves(Config))
-SECRETS = frozenset({"session.token", "client.api_key"})
+SECRETS = frozenset({"session.token", "client.api_key", "auth.keys"})
 
 
 def load(

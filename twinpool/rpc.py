@@ -28,9 +28,11 @@ from twinpool.interceptors import (
     TokenResponsesInterceptor,
     TokenStreamInterceptor,
     TokenUnaryInterceptor,
+    authorization,
 )
 from twinpool.tls import ClientTls, ServerTls, internal_client
 
+__all__ = ["authorization"]
 PROTOCOL_VERSION = 1
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 """What servers take in one message: three million token ids fit; workers' sessions stay far below."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from twinpool.config import Config
+from twinpool.config import Config, RouterSection
 from twinpool.errors import ConfigError, Overloaded, Unavailable
 from twinpool.router.admission import Admission
 from twinpool.router.app import Router
@@ -20,7 +20,7 @@ from twinpool.router.app import Router
 PROGRAM = """
 import sys
 from pathlib import Path
-from twinpool.config import Config
+from twinpool.config import Config, RouterSection
 from twinpool.router.main import run
 config = Config.model_validate({"router": {"grpc_port": int(sys.argv[2]), "http_port": int(sys.argv[3])}})
 print("go", flush=True)
@@ -89,7 +89,7 @@ async def test_health_follows_readiness(make_cluster: Any) -> None:
 
 async def test_admission_counts_and_drains() -> None:
     now = [0.0]
-    admission = Admission(2, clock=lambda: now[0])
+    admission = Admission(RouterSection(max_queued=2), clock=lambda: now[0])
     first, second = admission.admit(), admission.admit()
     with pytest.raises(Overloaded):
         admission.admit()
