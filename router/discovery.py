@@ -124,4 +124,5 @@ def make_discovery(config: Config, resolve: Resolve) -> Discovery:
         case "dns":
             return DnsDiscovery(router.workers, router.discovery_interval_s, resolve)
         case "controller":
-            return ControllerDiscovery(f"{dialled(config.controller.host)}:{config.controller.port}", Dialer.of(config))
+            address = f"{dialled(config.controller.host)}:{config.controller.known_port}"
+            return ControllerDiscovery(address, Dialer.of(config))

@@ -126,7 +126,18 @@ class ControllerSection(Section):
     """The process that starts and drains workers: ``twinpool up``, or ``twinpool serve controller``."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8200, ge=0, le=65535, description="gRPC for routers and `twinpool scale`; 0 picks a free port")
+    port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="gRPC for routers and `twinpool scale`; None takes 8200 (`twinpool up`: a free port where "
+        "router.grpc_port is 0), 0 picks a free one",
+    )
+
+    @property
+    def known_port(self) -> int:
+        """The port that routers and `twinpool scale` dial."""
+        return 8200 if self.port is None else self.port
 
 
 class TransportSection(Section):

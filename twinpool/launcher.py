@@ -1,28 +1,38 @@
 """Starts a whole deployment on this machine: one router, a prefill pool and a decode pool, as separate processes.
 
 1. ``prepare`` fixes the ports (the router's from the configuration, the workers' free ones) and finds the model, so
-that all children share one folder. 2. ``deployment`` starts the children; the supervisor says when they are ready.
-3. The caller uses it. 4. Leaving the block drains the router, then the workers, and leaves nothing running.
+that all children share one folder. 2. ``deployment`` starts the controller, which tells the router of the workers, and
+the children; the supervisor says when they are ready. 3. The caller uses it, and ``twinpool scale`` changes the pools.
+4. Leaving the block drains the router, then the workers, and leaves nothing running.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
-from twinpool.config import Config
+from twinpool.child import ChildSpec
+from twinpool.config import Config, PoolSection
 from twinpool.config_loader import to_environment
+from twinpool.controller.fleet import ROLES, Role
+from twinpool.controller.local_fleet import LocalFleet
+from twinpool.controller.pool import Pool
+from twinpool.controller.service import NAME as SERVICE
+from twinpool.controller.service import serve
 from twinpool.errors import ConfigError
 from twinpool.model_source import model_name, resolve_model
 from twinpool.port_picker import PortPicker
 from twinpool.progress import Progress
 from twinpool.rpc import dialled
-from twinpool.supervisor import ChildSpec, Supervisor
+from twinpool.run_token import drop_token, keep_token
+from twinpool.supervisor import Supervisor
 from twinpool.tls import ClientTls, client_tls, internal_client
 
 _INFERENCE = "twinpool.inference.v1.InferenceService"
@@ -45,6 +55,11 @@ class Deployment:
         return f"{dialled(self.config.router.host)}:{self.config.router.grpc_port}"
 
     @property
+    def controller_address(self) -> str:
+        """Where ``twinpool scale`` dials (host:port)."""
+        return f"{dialled(self.config.controller.host)}:{self.config.controller.known_port}"
+
+    @property
     def http_url(self) -> str:
         """Base of the HTTP surface."""
         scheme = "https" if self.config.tls.is_public else "http"
@@ -53,10 +68,20 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is about to run: ports and model are fixed, nothing was started."""
+    """What is about to run: ports and model are fixed, nothing was started.
+
+    ``closed`` is the configuration of the processes, with the cluster token; ``config`` is the users'.
+    """
 
     config: Config
-    specs: tuple[ChildSpec, ...]
+    closed: Config
+    router: ChildSpec
+    workers: Mapping[Role, tuple[ChildSpec, ...]]
+
+    @property
+    def specs(self) -> tuple[ChildSpec, ...]:
+        """All processes, the router first: it is drained first."""
+        return (self.router, *(spec for role in ROLES for spec in self.workers[role]))
 
 
 def prepare(config: Config, progress: Progress) -> Plan:
@@ -67,11 +92,19 @@ def prepare(config: Config, progress: Progress) -> Plan:
     """
     _check_pools(config)
     with contextlib.closing(PortPicker()) as ports:
-        config = _with_router_ports(config, ports)
+        config = _with_ports(config, ports)
         folder = resolve_model(config.model, progress)
         model = config.model.model_copy(update={"path": str(folder), "name": model_name(config.model)})
         config = config.model_copy(update={"model": model})
-        return Plan(config, tuple(_specs(_closed(config), ports)))
+        closed = _closed(config)
+        pools: dict[Role, PoolSection] = {"prefill": config.prefill, "decode": config.decode}
+        workers = {
+            role: tuple(_worker_spec(closed, ports, role, number) for number in range(pools[role].replicas))
+            for role in ROLES
+        }
+        address = f"{dialled(config.router.host)}:{config.router.grpc_port}"
+        router = _spec("router", "router", closed, {}, address, client_tls(closed), config.router.drain_timeout_s)
+        return Plan(config, closed, router, workers)
 
 
 @contextlib.asynccontextmanager
@@ -90,12 +123,37 @@ async def deployment(
     """
     started = time.monotonic()
     supervisor = Supervisor(plan.specs, log, report)
+    fleet = LocalFleet(plan.closed, supervisor, functools.partial(_one_worker_spec, plan.closed))
+    for role in ROLES:
+        for number, spec in enumerate(plan.workers[role]):
+            fleet.started(role, number, spec)
+    pools = {role: Pool(role, fleet, len(plan.workers[role])) for role in ROLES}
+    controller = await serve(plan.closed, fleet, pools)
+    _keep_token(plan, report)
+    keeping: list[asyncio.Task[None]] = []
     try:
         supervisor.start()
         await supervisor.ready()
+        keeping = [asyncio.create_task(pool.run()) for pool in pools.values()]
+        await controller.set_serving(SERVICE, True)
         yield Deployment(plan.config, supervisor, time.monotonic() - started)
     finally:
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
         await supervisor.stop()
+        await controller.stop(0)
+        drop_token(controller.port)
+
+
+def _keep_token(plan: Plan, report: Callable[[str], None]) -> None:
+    token = plan.closed.session.token
+    if token is None or token == plan.config.session.token:
+        return
+    try:
+        keep_token(plan.config.controller.known_port, token)
+    except OSError as error:
+        report(f"`twinpool scale` will not find the cluster token ({error}); set TWINPOOL_SESSION__TOKEN for both")
 
 
 def _closed(config: Config) -> Config:
@@ -121,38 +179,41 @@ def _check_pools(config: Config) -> None:
         )
 
 
-def _with_router_ports(config: Config, ports: PortPicker) -> Config:
-    router = config.router
+def _with_ports(config: Config, ports: PortPicker) -> Config:
+    """Fixes the ports of the router and the controller, and lets the router ask the controller for workers."""
+    router, controller = config.router, config.controller
     stop_or = "stop the program that uses it, or choose another port"
     picked = {
         "grpc_port": ports.take(router.host, router.grpc_port, "router.grpc_port", f"{stop_or} (--grpc-port)"),
         "http_port": ports.take(router.host, router.http_port, "router.http_port", f"{stop_or} (--http-port)"),
     }
-    return config.model_copy(update={"router": router.model_copy(update=picked)})
+    wanted = 0 if controller.port is None and router.grpc_port == 0 else controller.known_port
+    port = ports.take(controller.host, wanted, "controller.port", f"{stop_or} (--controller-port)")
+    updates = {
+        "router": router.model_copy(update={**picked, "discovery": "controller"}),
+        "controller": controller.model_copy(update={"port": port}),
+    }
+    return config.model_copy(update=updates)
 
 
-def _specs(config: Config, ports: PortPicker) -> list[ChildSpec]:
-    """The router first: it is drained first."""
-    workers: list[ChildSpec] = []
-    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        for index in range(pool.replicas):
-            port = _pool_port(ports, pool.host, pool.port, index, f"{role}.port")
-            values = {f"{role}.worker_id": f"{pool.worker_id or role}-{index}", f"{role}.port": str(port)}
-            if role == "prefill":
-                kv_port = _pool_port(ports, pool.host, pool.kv_port, index, f"{role}.kv_port")
-                values[f"{role}.kv_port"] = str(kv_port)
-            if pool.health_port is not None:
-                health_port = _pool_port(ports, pool.host, pool.health_port, index, f"{role}.health_port")
-                values[f"{role}.health_port"] = str(health_port)
-            address = f"{dialled(pool.host)}:{port}"
-            tls = internal_client(config.tls)
-            workers.append(_spec(f"{role}-{index}", role, config, values, address, tls, pool.drain_timeout_s))
-    addresses = ",".join(spec.address for spec in workers)
-    router_address = f"{dialled(config.router.host)}:{config.router.grpc_port}"
-    router_drain_s = config.router.drain_timeout_s
-    values = {"router.workers": addresses}
-    router = _spec("router", "router", config, values, router_address, client_tls(config), router_drain_s)
-    return [router, *workers]
+def _one_worker_spec(config: Config, role: Role, number: int) -> ChildSpec:
+    """A worker beside those that run."""
+    with contextlib.closing(PortPicker()) as ports:
+        return _worker_spec(config, ports, role, number)
+
+
+def _worker_spec(config: Config, ports: PortPicker, role: Role, number: int) -> ChildSpec:
+    pool = config.prefill if role == "prefill" else config.decode
+    name = f"{pool.worker_id or role}-{number}"
+    port = _pool_port(ports, pool.host, pool.port, number, f"{role}.port")
+    values = {f"{role}.worker_id": name, f"{role}.port": str(port)}
+    if role == "prefill":
+        values["prefill.kv_port"] = str(_pool_port(ports, pool.host, pool.kv_port, number, "prefill.kv_port"))
+    if pool.health_port is not None:
+        health_port = _pool_port(ports, pool.host, pool.health_port, number, f"{role}.health_port")
+        values[f"{role}.health_port"] = str(health_port)
+    address = f"{dialled(pool.host)}:{port}"
+    return _spec(name, role, config, values, address, internal_client(config.tls), pool.drain_timeout_s)
 
 
 def _pool_port(ports: PortPicker, host: str, first: int, index: int, key: str) -> int:

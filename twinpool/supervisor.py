@@ -1,69 +1,24 @@
 """Keeps the processes of a local deployment alive.
 
-Life of a child: 1. started in a session of its own, so that a terminal's Ctrl-C reaches only this process; 2. it holds
-the reading end of a pipe whose other end dies with this process (see ``parent_watch``); 3. its health is watched over
-gRPC until it is ready, and then a sign of life is asked for: one that hangs is killed; 4. when it ends it is reported
-and started again with a growing delay, unless it was never ready: then the deployment cannot work, and ``failure``
-carries its own words; 5. ``stop`` asks it to drain and kills what is left of its session after the grace.
+1. ``start`` starts all children. 2. A child that ends is reported and started again with a growing delay, unless it
+was never ready: then the deployment cannot work, and ``failure`` carries its own words. 3. ``add`` and ``remove``
+change the set while it runs. 4. ``stop`` asks the children to drain and kills what is left of them after the grace.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from twinpool.errors import TwinpoolError
-from twinpool.parent_watch import PARENT_FD
-from twinpool.tls import ClientTls
+from twinpool.child import Child, ChildSpec
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 # A child that was ready this long starts over with the first delay.
 HEALTHY_S = 60.0
-KEPT_LINES = 20
-# Quick, so that readiness is seen within a fraction of a second of its coming.
-_HEALTH_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 250),
-    ("grpc.enable_http_proxy", 0),
-]
-
-
-class ChildFailed(TwinpoolError):
-    """A child ended before it was ever ready; ``exit_code`` is the child's."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSpec:
-    """A process to keep: how it is started and which gRPC service of which address says that it is ready.
-
-    Once ready, a process that answers no health check for ``silence_s`` seconds hangs, and is replaced.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-    address: str
-    service: str
-    drain_s: float
-    silence_s: float = 60.0
-    tls: ClientTls | None = None
+_KILL_S = 5.0
 
 
 class Supervisor:
@@ -78,12 +33,15 @@ class Supervisor:
     def __init__(
         self, specs: Sequence[ChildSpec], log: Callable[[str, str], None], report: Callable[[str], None]
     ) -> None:
-        self._children = [_Child(spec, log, report) for spec in specs]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._log = log
+        self._report = report
+        self._children = {spec.name: Child(spec, log, report) for spec in specs}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Starts all children; returns at once."""
-        self._tasks = [asyncio.create_task(child.keep(), name=child.spec.name) for child in self._children]
+        for child in self._children.values():
+            self._keep(child)
 
     async def ready(self) -> None:
         """Waits until every child was ready once.
@@ -91,7 +49,7 @@ class Supervisor:
         Raises:
             ChildFailed: a child ended before.
         """
-        await self._until(asyncio.gather(*(child.ready.wait() for child in self._children)))
+        await self._until(asyncio.gather(*(child.ready.wait() for child in self._children.values())))
 
     async def failure(self) -> None:
         """Waits for ever.
@@ -101,182 +59,85 @@ class Supervisor:
         """
         await self._until(asyncio.get_running_loop().create_future())
 
+    async def add(self, spec: ChildSpec) -> None:
+        """Starts one more child and waits until it is ready.
+
+        Raises:
+            ChildFailed: it ended before; nothing is left of it, and the other children go on.
+        """
+        child = self._children[spec.name] = Child(spec, self._log, self._report)
+        task = asyncio.create_task(self._live_on(child), name=spec.name)
+        ready = asyncio.create_task(child.ready.wait())
+        try:
+            await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        except BaseException:
+            self._tasks[spec.name] = task
+            await asyncio.shield(self._end(spec.name, 0))
+            raise
+        finally:
+            ready.cancel()
+        self._tasks[spec.name] = task
+
+    async def remove(self, name: str) -> None:
+        """Asks a child to drain and waits for its end; kills what is left after its grace."""
+        await self._end(name, self._children[name].spec.drain_s)
+
+    async def _end(self, name: str, drain_s: float) -> None:
+        child, task = self._children.pop(name), self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        try:
+            if drain_s:
+                child.terminate()
+                await child.ended_within(drain_s)
+        finally:
+            child.kill()
+            await asyncio.shield(child.ended_within(_KILL_S))
+
+    def _keep(self, child: Child) -> None:
+        self._tasks[child.spec.name] = asyncio.create_task(self._live_on(child), name=child.spec.name)
+
+    async def _live_on(self, child: Child) -> None:
+        """Runs a child for ever, over and over; raises ChildFailed when it ends without ever being ready."""
+        delay_s = FIRST_DELAY_S
+        while True:
+            started = time.monotonic()
+            code = await child.live()
+            if not child.ready.is_set():
+                raise child.failure(code)
+            delay_s = FIRST_DELAY_S if time.monotonic() - started > HEALTHY_S else min(MAX_DELAY_S, delay_s * 2)
+            self._report(f"{child.cause(code)}; starting it again in {delay_s:.1f} s")
+            await asyncio.sleep(delay_s)
+
     async def _until(self, goal: asyncio.Future[Any]) -> None:
         try:
-            await asyncio.wait([goal, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in self._tasks:
-                if task.done():
-                    task.result()
+            while not goal.done():
+                await asyncio.wait([goal, *self._tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+                for task in list(self._tasks.values()):
+                    if task.done():
+                        task.result()
         finally:
             goal.cancel()
             await asyncio.gather(goal, return_exceptions=True)
 
     async def stop(self) -> None:
         """Drains the children in order, then kills what is left. Cancelling it goes to the kill at once."""
-        for task in self._tasks:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        children = list(self._children.values())
         try:
-            for child in self._children:
+            for child in children:
                 child.terminate()
-                if child is self._children[0]:  # the router first: it ends its streams while workers still serve
+                if child is children[0]:  # the router first: it ends its streams while workers still serve
                     await child.ended_within(child.spec.drain_s)
             async with asyncio.TaskGroup() as group:
-                for child in self._children:
+                for child in children:
                     group.create_task(child.ended_within(child.spec.drain_s))
         finally:
-            for child in self._children:
+            for child in children:
                 child.kill()
-            await asyncio.shield(asyncio.gather(*(child.ended_within(5.0) for child in self._children)))
-
-
-class _Child:
-    def __init__(self, spec: ChildSpec, log: Callable[[str, str], None], report: Callable[[str], None]) -> None:
-        self.spec = spec
-        self.ready = asyncio.Event()
-        self._log = log
-        self._report = report
-        self._process: asyncio.subprocess.Process | None = None
-        self._parent_end: int | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-
-    async def keep(self) -> None:
-        """Runs the child for ever, over and over; raises ChildFailed when it ends without ever being ready."""
-        delay_s = FIRST_DELAY_S
-        while True:
-            process = await self._start()
-            started = time.monotonic()
-            health, end = asyncio.create_task(self._watch_health()), asyncio.create_task(process.wait())
-            try:
-                await asyncio.wait([health, end], return_when=asyncio.FIRST_COMPLETED)
-                if health.done():
-                    health.result()
-                code = await end
-            finally:
-                health.cancel()
-                end.cancel()
-            if self._reader is not None:
-                await asyncio.wait([self._reader], timeout=1.0)  # grandchildren may keep the pipe open
-            self.kill()
-            self._process = None
-            if not self.ready.is_set():
-                raise ChildFailed(self._cause(code), code if code > 0 else 1)
-            delay_s = FIRST_DELAY_S if time.monotonic() - started > HEALTHY_S else min(MAX_DELAY_S, delay_s * 2)
-            self._report(f"{self._cause(code)}; starting it again in {delay_s:.1f} s")
-            await asyncio.sleep(delay_s)
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        self._last_lines.clear()
-        child_end, self._parent_end = os.pipe()
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                *self.spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**self.spec.environment, PARENT_FD: str(child_end)},
-                pass_fds=[child_end],
-                start_new_session=True,
-            )
-        )
-        try:
-            self._process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            self._process = await starting  # else nobody would know the process
-            raise
-        finally:
-            os.close(child_end)
-        self._reader = asyncio.create_task(self._read_lines(self._process))
-        return self._process
-
-    async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        rest = b""
-        while data := await process.stdout.read(65536):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._take_line(line)
-        if rest:
-            self._take_line(rest)
-
-    def _take_line(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        self._last_lines.append(text)
-        self._log(self.spec.name, text)
-
-    async def _watch_health(self) -> None:
-        """Sets ``ready`` when the service is SERVING, reports when a restarted child is back, kills one that hangs.
-
-        Raises:
-            ChildFailed: what answers does not serve health.
-        """
-        request = health_pb2.HealthCheckRequest(service=self.spec.service)
-        async with self._health_channel() as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while True:
-                try:
-                    async for response in stub.Watch(request, wait_for_ready=True):
-                        if response.status == health_pb2.HealthCheckResponse.SERVING:
-                            if self.ready.is_set():
-                                self._report(f"{self.spec.name} is ready again")
-                            self.ready.set()
-                            await self._watch_silence(stub)
-                            return
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        cause = f"health of {self.spec.name} cannot be watched: {error.details()}"
-                        raise ChildFailed(
-                            f"{cause}; is another program listening on {self.spec.address}?", 1
-                        ) from error
-                    await asyncio.sleep(0.2)  # it went away between connect and answer; its end is seen elsewhere
-
-    def _health_channel(self) -> grpc.aio.Channel:
-        tls = self.spec.tls
-        if tls is None:
-            return grpc.aio.insecure_channel(self.spec.address, options=_HEALTH_OPTIONS)
-        options = [*_HEALTH_OPTIONS, *tls.options]
-        return grpc.aio.secure_channel(self.spec.address, tls.credentials(), options=options)
-
-    async def _watch_silence(self, stub: health_pb2_grpc.HealthStub) -> None:
-        """Asks for a sign of life a few times per ``silence_s``; kills the child when none came for so long."""
-        pause_s = self.spec.silence_s / 6
-        answered = time.monotonic()
-        while (now := time.monotonic()) - answered < self.spec.silence_s:
-            await asyncio.sleep(pause_s)
-            try:
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=pause_s)
-                answered = time.monotonic()
-            except grpc.aio.AioRpcError:
-                continue  # whether it hangs is a question of time; if it has ended, that is seen elsewhere
-        self._report(f"{self.spec.name} has not answered for {now - answered:.0f} s and is killed")
-        self.kill()
-
-    def _cause(self, code: int) -> str:
-        errors = [line.removeprefix("error: ") for line in self._last_lines if line.startswith("error: ")]
-        if errors and code > 0:
-            return errors[-1]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        words = next((line for line in reversed(self._last_lines) if line.strip()), "it printed nothing")
-        return f"{self.spec.name} {how}: {words}"
-
-    def terminate(self) -> None:
-        """Asks the child to drain."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
-
-    def kill(self) -> None:
-        """Kills whatever is left of the child's session. Idempotent."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._parent_end is not None:
-            os.close(self._parent_end)
-            self._parent_end = None
-
-    async def ended_within(self, limit_s: float) -> None:
-        """Waits for the child's end, at most ``limit_s`` seconds."""
-        if self._process is not None:
-            waiting = asyncio.ensure_future(self._process.wait())
-            await asyncio.wait([waiting], timeout=limit_s)
-            waiting.cancel()
+            await asyncio.shield(asyncio.gather(*(child.ended_within(_KILL_S) for child in children)))

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from twinpool.cli import bench, config_show, generate, serve, status, up
+from twinpool.cli import bench, config_show, generate, scale, serve, status, up
 from twinpool.cli.output import print_error
 from twinpool.errors import TwinpoolError
 
@@ -25,6 +25,7 @@ up.register(app)
 serve.register(app)
 generate.register(app)
 status.register(app)
+scale.register(app)
 bench.register(app)
 config_show.register(app)
 

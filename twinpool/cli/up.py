@@ -38,6 +38,9 @@ def up(
     dtype: Dtype = None,
     http_port: Annotated[int | None, typer.Option("--http-port", help="0 picks one.", show_default="8000")] = None,
     grpc_port: Annotated[int | None, typer.Option("--grpc-port", help="0 picks one.", show_default="8100")] = None,
+    controller_port: Annotated[
+        int | None, typer.Option("--controller-port", help="For `twinpool scale`; 0 picks one.", show_default="8200")
+    ] = None,
     disaggregate: Annotated[
         str | None, typer.Option("--disaggregate", help="always, auto or never.", show_default="auto")
     ] = None,
@@ -53,6 +56,7 @@ def up(
         "model.dtype": ("--dtype", dtype),
         "router.http_port": ("--http-port", http_port),
         "router.grpc_port": ("--grpc-port", grpc_port),
+        "controller.port": ("--controller-port", controller_port),
         "router.disaggregate": ("--disaggregate", disaggregate),
         "prefill.replicas": ("--prefill-replicas", prefill_replicas),
         "decode.replicas": ("--decode-replicas", decode_replicas),
@@ -98,7 +102,8 @@ async def _up(plan: Plan, json: bool) -> None:
 
     async with deployment(plan, _LogPrinter([spec.name for spec in plan.specs]), _note) as started:
         if json:
-            print_json({"grpc": started.grpc_address, "http": started.http_url, "ready_s": round(started.ready_s, 3)})
+            found = {"grpc": started.grpc_address, "http": started.http_url, "controller": started.controller_address}
+            print_json({**found, "ready_s": round(started.ready_s, 3)})
         else:
             print(_welcome(started))
         sys.stdout.flush()
@@ -221,6 +226,9 @@ Ask it:
   {shlex.quote(sys.executable)} -c "{code}"
   {_command()} chat --address {started.grpc_address} --temperature 0 {shlex.quote(QUESTION)}
   {_command()} status --address {started.grpc_address}
+
+Another size:
+  {_command()} scale decode 2 --address {started.controller_address}
 
 Ctrl-C drains and stops it."""
 

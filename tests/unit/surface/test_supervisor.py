@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from twinpool.child import ChildFailed, ChildSpec
 from twinpool.port_picker import PortPicker
-from twinpool.supervisor import ChildFailed, ChildSpec, Supervisor
+from twinpool.supervisor import Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 SERVICE = "twinpool.inference.v1.InfoService"
