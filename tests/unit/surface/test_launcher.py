@@ -34,12 +34,12 @@ def test_processes_get_ports_identities_and_each_other(folder: Path) -> None:
     found = plan(folder, prefill__replicas="2")
     assert [spec.name for spec in found.specs] == ["router", "prefill-0", "prefill-1", "decode-0"]
     router, *workers = found.specs
-    assert settings_of(router.argv)["router.workers"].split(",") == [spec.address for spec in workers]
+    assert load(environ=router.environment).config.router.discovery == "controller"
     assert settings_of(workers[1].argv)["prefill.worker_id"] == "prefill-1"
-    ports = [found.config.router.http_port, found.config.router.grpc_port]
+    ports = [found.config.router.http_port, found.config.router.grpc_port, found.config.controller.known_port]
     for spec in workers:
         ports += [int(value) for key, value in settings_of(spec.argv).items() if key.endswith("port")]
-    assert len(ports) == len(set(ports)) == 7
+    assert len(ports) == len(set(ports)) == 8
     assert 0 not in ports
 
 
