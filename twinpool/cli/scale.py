@@ -60,8 +60,8 @@ async def _scale(address: str, dialer: Dialer, pool: str, size: str, json: bool)
     import grpc.aio
 
     from twinpool.errors import Unavailable
-    from twinpool.proto import controller_pb2, controller_pb2_grpc
     from twinpool.grpc_errors import error_from_rpc
+    from twinpool.proto import controller_pb2, controller_pb2_grpc
 
     request = controller_pb2.ScaleRequest(pool=pool)
     if size == MAX:
