@@ -6,10 +6,11 @@ CONSTRAINTS := -c constraints/cpu.txt -c constraints/tools.txt
 # Stamps: an environment is made again only when what it is made from changes.
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
+CHART := $(VENV)/.stamp-chart
 INPUTS := pyproject.toml constraints/cpu.txt constraints/tools.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-all soak lint format proto wheel clean
+.PHONY: help demo up test test-all chart-test chart soak lint format proto wheel clean
 
 help: ## Lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,9 +22,12 @@ up: $(RUN) ## Starts a deployment with the demo model; Ctrl-C stops it (ARGS="--
 	@$(BIN)/twinpool up $(ARGS)
 
 test: $(DEV) lint ## Lint, types, proto freshness and the tests that need no GPU and are not slow
-	$(BIN)/pytest tests -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest tests -m "not slow and not gpu and not chart" $(ARGS)
 
-test-all: $(DEV) lint ## Like test, with the slow tests and, on a GPU, those for it
+chart-test: $(CHART) ## Lints, renders and boots the Helm chart; brings the tools that this takes
+	$(BIN)/pytest tests/chart -m "not slow" $(ARGS)
+
+test-all: $(CHART) lint ## Like test, with the slow tests and, on a GPU, those for it
 	$(BIN)/pytest tests $(ARGS)
 
 soak: $(DEV) ## Kills and stops workers under load for SOAK_MINUTES (20) and checks every answer
@@ -34,6 +38,7 @@ lint: $(DEV) ## Lint, types and proto freshness
 	$(BIN)/ruff format --check .
 	PYTHON=$(abspath $(BIN))/python scripts/typecheck
 	PYTHON=$(abspath $(BIN))/python scripts/check_proto
+	$(BIN)/python -P scripts/gen_chart --check
 
 format: $(DEV) ## Formats the code and repairs what the linter can
 	$(BIN)/ruff check --fix .
@@ -41,6 +46,9 @@ format: $(DEV) ## Formats the code and repairs what the linter can
 
 proto: $(DEV) ## Generates the Python code of proto/*.proto
 	PYTHON=$(abspath $(BIN))/python scripts/gen_proto
+
+chart: $(CHART) ## Writes the chart's schema, its table of values and the examples' output
+	$(BIN)/python -P scripts/gen_chart --examples
 
 wheel: $(DEV) ## Builds the wheel into dist/
 	$(BIN)/python -m build --wheel
@@ -59,4 +67,9 @@ $(RUN): $(INPUTS)
 
 $(DEV): $(RUN)
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[worker,nixl,dev]'
+	@touch $@
+
+$(CHART): $(DEV) scripts/chart_tools
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[worker,nixl,dev,chart]'
+	PYTHON=$(abspath $(BIN))/python scripts/chart_tools
 	@touch $@
