@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from twinpool.engine.block_hash import chain_hashes, chain_root
+from twinpool.block_hash import chain_hashes, chain_root
 from twinpool.engine.block_pool import BlockPool
 from twinpool.engine.request import Request
 

@@ -215,10 +215,12 @@ class Scheduler:
         return self.waiting.num_tokens + blocked + running
 
     def _enqueue(self, request: Request, resumed: bool) -> None:
-        self.waiting.push(request, resumed, self._work(request))
+        work = self._work(request)
+        hits = self.tables.match(request, (request.num_tokens - 1) // self.tables.block_size) if work else ()
+        self.waiting.push(request, resumed, work - len(hits) * self.tables.block_size)
 
     def _work(self, request: Request) -> int:
-        """Tokens to compute here before the request generates."""
+        """Tokens to compute here before the request generates, when nothing of it is cached."""
         return 0 if self._is_remote(request) else request.num_tokens
 
     def _is_remote(self, request: Request) -> bool:

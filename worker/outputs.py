@@ -7,18 +7,18 @@ loop. A session that is gone simply has no mailbox any more: its outputs are dro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from twinpool.engine.ports import RequestOutput, StepOutputs
 from twinpool.engine.request import FailureCode
 from twinpool.proto import worker_pb2
 from twinpool.rpc import Outbox
+from twinpool.worker.cache_feed import CacheFeed
 from twinpool.worker.translate import FAILURE_TO_PROTO, failure_to_proto, logprobs_to_proto, output_to_proto
 
 PROMPT_LOGPROBS_PER_MESSAGE = 128
 STEP_BYTES = 48 << 10
 """Outputs that would make a step's message larger go into another one: messages stay under 64 KiB."""
-HASHES_PER_MESSAGE = 4096
 
 SessionOutbox = Outbox[worker_pb2.SessionResponse]
 
@@ -93,15 +93,18 @@ class OutputFan:
         self._loop = loop
         self._final_on_first = final_on_first
         self._mailboxes: dict[int, Mailbox] = {}
+        self._cache = CacheFeed(loop)
 
     def open(self, origin: int, outbox: SessionOutbox) -> Mailbox:
         """Starts delivery to a session."""
         mailbox = self._mailboxes[origin] = Mailbox(outbox)
+        self._cache.open(origin, outbox)
         return mailbox
 
     def close(self, origin: int) -> None:
         """Ends delivery to a session."""
         del self._mailboxes[origin]
+        self._cache.close(origin)
 
     @property
     def unfinished(self) -> int:
@@ -137,17 +140,4 @@ class OutputFan:
                 mailbox.unfinished.pop(failure.attempt_id, None)
                 mailbox.outbox.put(worker_pb2.SessionResponse(failed=failure_to_proto(failure)))
         if outputs.cache_reset or outputs.stored_hashes or outputs.removed_hashes:
-            for event in _cache_events(outputs):
-                for mailbox in self._mailboxes.values():
-                    mailbox.outbox.put(worker_pb2.SessionResponse(cache=event))
-
-
-def _cache_events(outputs: StepOutputs) -> Iterable[worker_pb2.CacheEvents]:
-    stored = [int.from_bytes(block_hash[:8], "little") for block_hash in outputs.stored_hashes]
-    removed = [int.from_bytes(block_hash[:8], "little") for block_hash in outputs.removed_hashes]
-    reset = outputs.cache_reset
-    while stored or removed or reset:
-        yield worker_pb2.CacheEvents(
-            reset=reset, stored=stored[:HASHES_PER_MESSAGE], removed=removed[:HASHES_PER_MESSAGE]
-        )
-        reset, stored, removed = False, stored[HASHES_PER_MESSAGE:], removed[HASHES_PER_MESSAGE:]
+            self._cache.apply(outputs.cache_reset, outputs.stored_hashes, outputs.removed_hashes)

@@ -15,9 +15,10 @@ ROLE = SHARED | {"twinpool.worker", "twinpool.engine", "twinpool.kv_transfer", "
 # Folder -> what it may import of ours (prefixes), besides itself.
 ALLOWED = {
     "proto": set(),
-    "router": SHARED | {"twinpool.proto"},
-    "engine": {"twinpool.kernels", "twinpool.kv_transfer.layout"},
-    "worker": SHARED | {"twinpool.logs", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"},
+    "router": SHARED | {"twinpool.block_hash", "twinpool.proto"},
+    "engine": {"twinpool.block_hash", "twinpool.kernels", "twinpool.kv_transfer.layout"},
+    "worker": SHARED
+    | {"twinpool.block_hash", "twinpool.logs", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"},
     "prefill_worker": ROLE,
     "decode_worker": ROLE,
     "kv_transfer": set(),

@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from twinpool.engine.block_hash import chain_hashes, chain_root
+from twinpool.block_hash import chain_hashes, chain_root
 
 
 def test_golden_vector():
@@ -35,8 +35,7 @@ def test_everything_that_changes_kv_changes_the_hash():
 
 def test_stable_across_processes():
     code = (
-        "from twinpool.engine.block_hash import *; "
-        "print(chain_hashes(chain_root('rev', '', 's'), [1, 2, 3, 4], 4)[0].hex())"
+        "from twinpool.block_hash import *; print(chain_hashes(chain_root('rev', '', 's'), [1, 2, 3, 4], 4)[0].hex())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == chain_hashes(chain_root("rev", "", "s"), [1, 2, 3, 4], 4)[0].hex()

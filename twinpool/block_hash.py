@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Sequence
 
 HASH_BYTES = 16
+NAME_BYTES = 8
+"""Of a hash, what cache events and routers go by: enough to find a prefix, never used to share KV."""
 _DOMAIN = b"twinpool.block.v1"
 
 
@@ -44,3 +46,8 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> li
         parent = hashlib.sha256(parent + data[start : start + stride]).digest()[:HASH_BYTES]
         hashes.append(parent)
     return hashes
+
+
+def short_name(block_hash: bytes) -> int:
+    """The name of a block in cache events: its hash's first ``NAME_BYTES``, little-endian."""
+    return int.from_bytes(block_hash[:NAME_BYTES], "little")
