@@ -79,7 +79,7 @@ class Router:
             Servicer(INFERENCE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
             Servicer(INFO, lambda server: add_InfoServiceServicer_to_server(info, server)),
         ]
-        app = HttpService(intake, registry, admission, text, metrics, keys).app
+        app = HttpService(config.router, intake, registry, admission, text, metrics, keys).app
         tls = public_server(config.tls)
         http = HttpServer(app, config.router.host, config.router.http_port, tls)
         try:

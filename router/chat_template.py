@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -17,6 +18,15 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from twinpool.errors import ConfigError, InvalidRequest, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template turns into a prompt: turns and tools in OpenAI's form, and further variables of the template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -39,21 +49,24 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template does not compile (line {error.lineno}): {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for ``messages``, ready for the assistant's turn.
+    def render(self, conversation: Conversation) -> str:
+        """The prompt for ``conversation``, ready for the assistant's turn.
 
         Raises:
             InvalidRequest: the template refuses the conversation.
         """
+        variables = {
+            "documents": None,
+            **self._special_tokens,
+            **conversation.arguments,
+            "messages": [dict(message) for message in conversation.messages],
+            "tools": [dict(tool) for tool in conversation.tools] or None,
+            "add_generation_prompt": True,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._template.render(variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from error
 

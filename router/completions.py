@@ -88,8 +88,10 @@ class Completion:
                         extra["twinpool"] = extension([summary for _, summary in sorted(summaries.items())])
                 if piece.text or piece.logprobs or piece.finish is not None:
                     del waiting[index]
-                    yield self._envelope.event([self._form.delta(piece, index not in started)], **extra)
-                    started.add(index)
+                    delta = self._form.delta(piece, index not in started)
+                    if delta is not None:
+                        yield self._envelope.event([delta], **extra)
+                        started.add(index)
         if options.include_usage:
             ordered = [summary for _, summary in sorted(summaries.items())]
             yield self._envelope.event([], usage=usage(ordered), twinpool=extension(ordered))

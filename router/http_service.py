@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from importlib import metadata
 
 from fastapi import Depends, FastAPI, Request
@@ -14,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from twinpool.config import RouterSection
 from twinpool.errors import (
     Cancelled,
     InvalidRequest,
@@ -23,25 +25,28 @@ from twinpool.errors import (
     Unauthenticated,
     Unavailable,
 )
+from twinpool.proto import inference_pb2
 from twinpool.router.admission import Admission
+from twinpool.router.answer_reader import END_THINK, THINK, AnswerReader
 from twinpool.router.api_keys import ApiKeys
 from twinpool.router.completions import Completion
+from twinpool.router.conversation import conversation_chars, read_conversation
 from twinpool.router.flow import Flow
 from twinpool.router.intake import Intake
 from twinpool.router.metrics import RouterMetrics
+from twinpool.router.openai_chat import ChatBody, TokenizeBody
 from twinpool.router.openai_format import ChatFormat, CompletionFormat, Echo, Json
 from twinpool.router.openai_types import (
-    ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     StreamOptions,
-    TokenizeBody,
     parse,
 )
 from twinpool.router.registry import Registry
 from twinpool.router.sse import EventStream, unless_disconnected
 from twinpool.router.text import ModelText
+from twinpool.router.tool_format import FORMATS, detect
 from twinpool.router.validation import check_length
 
 _PARAMS = {"json_schema": "response_format", "token_ids": "prompt", "text": "prompt"}
@@ -54,6 +59,7 @@ class HttpService:
 
     def __init__(
         self,
+        config: RouterSection,
         intake: Intake,
         registry: Registry,
         admission: Admission,
@@ -67,6 +73,9 @@ class HttpService:
         self._admission = admission
         self._text = text
         self._metrics = metrics
+        template = text.template_source
+        self._tool_format = detect(template) if config.tool_format == "auto" else FORMATS[config.tool_format]
+        self._thinks = config.reasoning == "auto" and END_THINK in template
         self.app = FastAPI(title="twinpool", docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
 
@@ -98,12 +107,15 @@ class HttpService:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = parse(ChatBody, await _body(request))
-        message = body.to_request(request.headers.get("x-request-id", ""))
-        wants_logprobs = bool(body.logprobs)
-        completion = await Completion.open(
-            self._intake, [message], request.state.caller, lambda flows: ChatFormat(self._text, wants_logprobs)
-        )
-        return await _answer(request, completion, body)
+        message = body.to_request(request.headers.get("x-request-id", ""), self._tool_format)
+        form = self._tool_format if body.offers_tools else None
+
+        def make(flows: Sequence[Flow]) -> ChatFormat:
+            thinking = self._thinks and self._text.decode(flows[0].request.prompt_ids[-8:]).rstrip().endswith(THINK)
+            reader = partial(AnswerReader, form, self._thinks, thinking)
+            return ChatFormat(self._text, bool(body.logprobs), reader)
+
+        return await _answer(request, await Completion.open(self._intake, [message], request.state.caller, make), body)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -151,10 +163,9 @@ class HttpService:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
-            chars = sum(len(message.text) for message in body.messages)
-            check_length(chars, self._text, self._intake.limits().max_model_len, "messages")
-            turns = [{"role": message.role, "content": message.text} for message in body.messages]
-            ids = await asyncio.to_thread(self._text.encode_messages, turns)
+            messages = inference_pb2.ChatMessages(messages=[message.to_proto() for message in body.messages])
+            check_length(conversation_chars(messages), self._text, self._intake.limits().max_model_len, "messages")
+            ids = await asyncio.to_thread(self._text.encode_messages, read_conversation(messages))
         else:
             prompt = body.prompt or ""
             check_length(len(prompt), self._text, self._intake.limits().max_model_len, "prompt")

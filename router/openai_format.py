@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from twinpool.router.answer_reader import AnswerReader, Parts, ToolCall
 from twinpool.router.chunk import Chunk
 from twinpool.router.messages import TokenLogprob
 from twinpool.router.summary import Summary
@@ -45,8 +47,8 @@ class Format(Protocol):
     def whole(self, answer: Answer) -> Json:
         """A choice of a whole answer."""
 
-    def delta(self, piece: Answer, first: bool) -> Json:
-        """A choice of a stream event; ``first`` for the choice's first one."""
+    def delta(self, piece: Answer, first: bool) -> Json | None:
+        """A choice of a stream event, ``first`` for the choice's first one; None if there is nothing to show yet."""
 
 
 class Envelope:
@@ -78,27 +80,55 @@ class ChatFormat:
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, text: ModelText, logprobs: bool) -> None:
+    def __init__(self, text: ModelText, logprobs: bool, reader: Callable[[], AnswerReader]) -> None:
+        """``reader`` makes what divides a choice's text into thinking, content and calls."""
         self._text = text
         self._logprobs = logprobs
+        self._readers: defaultdict[int, AnswerReader] = defaultdict(reader)
+        self._called: Counter[int] = Counter()
 
     def whole(self, answer: Answer) -> Json:
         """See ``Format``."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        parts = self._read(answer)
+        message: Json = {"role": "assistant", "content": parts.content, "refusal": None}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["content"] = parts.content or None
+            message["tool_calls"] = [_call(call) for call in parts.calls]
+        self._called[answer.index] += len(parts.calls)
         return {"index": answer.index, "message": message, **self._end(answer)}
 
-    def delta(self, piece: Answer, first: bool) -> Json:
+    def delta(self, piece: Answer, first: bool) -> Json | None:
         """See ``Format``."""
+        parts = self._read(piece)
+        if not (parts or piece.logprobs or piece.finish is not None):
+            return None
         delta: Json = {"role": "assistant"} if first else {}
-        if piece.text or first:
-            delta["content"] = piece.text
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.content or (first and not parts):
+            delta["content"] = parts.content
+        if parts.calls:
+            number = self._called[piece.index]
+            delta["tool_calls"] = [{"index": number + i, **_call(call)} for i, call in enumerate(parts.calls)]
+            self._called[piece.index] += len(parts.calls)
         return {"index": piece.index, "delta": delta, **self._end(piece)}
+
+    def _read(self, piece: Answer) -> Parts:
+        reader = self._readers[piece.index]
+        parts = reader.push(piece.text)
+        if piece.finish is not None:
+            rest = reader.end()
+            parts = Parts(parts.reasoning + rest.reasoning, parts.content + rest.content, parts.calls + rest.calls)
+        return parts
 
     def _end(self, answer: Answer) -> Json:
         entries = {"content": [self._entry(item) for item in answer.logprobs], "refusal": None}
+        finish = "tool_calls" if answer.finish == "stop" and self._called[answer.index] else answer.finish
         return {
             "logprobs": entries if self._logprobs and answer.logprobs else None,
-            "finish_reason": answer.finish,
+            "finish_reason": finish,
             "stop_reason": answer.stop_reason or None,
         }
 
@@ -109,6 +139,10 @@ class ChatFormat:
     def _token(self, token_id: int, logprob: float) -> Json:
         raw = self._text.token_bytes(token_id)
         return {"token": raw.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 @dataclass(frozen=True, slots=True)

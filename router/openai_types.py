@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI-compatible HTTP API, and their translation into GenerateRequest.
+"""Bodies of the OpenAI-compatible HTTP API, and their translation into GenerateRequest; chat is in ``openai_chat``.
 
 Every field that OpenAI's API or its common extensions know is listed here: used, ignored because it changes nothing
 (``user``, ``metadata``, ...), or refused because it would change the answer. Unknown fields are errors.
@@ -16,7 +16,7 @@ from twinpool.errors import InvalidRequest, Unsupported
 from twinpool.proto import inference_pb2
 
 _UINT64 = 1 << 64
-_UINT32_MAX = 0xFFFFFFFF
+UINT32_MAX = 0xFFFFFFFF
 _MAX_PROMPTS = 1024
 
 # Validation holds the interpreter's lock: it stops at the first bad item, and no alternative is tried in vain.
@@ -73,21 +73,21 @@ class GenerationBody(Body):
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = Field(None, ge=0, le=_UINT32_MAX)
+    n: int | None = Field(None, ge=0, le=UINT32_MAX)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    max_tokens: int | None = Field(None, ge=0, le=_UINT32_MAX)
+    max_tokens: int | None = Field(None, ge=0, le=UINT32_MAX)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     response_format: ResponseFormat | None = None
     # Extensions
-    top_k: int | None = Field(None, ge=-1, le=_UINT32_MAX)
+    top_k: int | None = Field(None, ge=-1, le=UINT32_MAX)
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = Field(None, ge=0, le=_UINT32_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -114,7 +114,7 @@ class GenerationBody(Body):
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for token_id in [*(self.logit_bias or ()), *(self.stop_token_ids or ())]:
-            if not 0 <= token_id <= _UINT32_MAX:
+            if not 0 <= token_id <= UINT32_MAX:
                 raise InvalidRequest(
                     f"{token_id} is no token id", "logit_bias" if self.logit_bias else "stop_token_ids"
                 )
@@ -166,104 +166,12 @@ class GenerationBody(Body):
                 raise Unsupported(f"{name} is not supported; remove it", name)
 
 
-class TextPart(Body):
-    """A part of a message; only text can be read."""
-
-    type: str
-    text: str = ""
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-
-
-class ChatMessage(Body):
-    """One turn."""
-
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    refusal: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    audio: Any = None
-    annotations: Any = None
-
-    @property
-    def text(self) -> str:
-        """The content as text.
-
-        Raises:
-            Unsupported: there is something else in it.
-        """
-        for name, value in (("tool_calls", self.tool_calls), ("function_call", self.function_call)):
-            if value:
-                raise Unsupported(f"messages with {name} are not supported", "messages")
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text":
-                raise Unsupported(f"message parts of type {part.type} are not supported; send text", "messages")
-        return "\n".join(part.text for part in self.content)
-
-
-class ChatBody(GenerationBody):
-    """Body of ``/v1/chat/completions``."""
-
-    messages: list[ChatMessage] = Field(fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=0, le=_UINT32_MAX)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=_UINT32_MAX)
-    # Refused when set
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-
-    def to_request(self, header_id: str) -> inference_pb2.GenerateRequest:
-        """The public request.
-
-        Raises:
-            InvalidRequest, Unsupported: see ``GenerationBody``.
-        """
-        self.refuse(
-            tools=self.tools,
-            tool_choice=None if self.tool_choice in ("none", "auto") else self.tool_choice,
-            functions=self.functions,
-            function_call=None if self.function_call in ("none", "auto") else self.function_call,
-            modalities=None if self.modalities == ["text"] else self.modalities,
-            audio=self.audio,
-            prediction=self.prediction,
-            reasoning_effort=self.reasoning_effort,
-            verbosity=self.verbosity,
-            web_search_options=self.web_search_options,
-        )
-        request = self.generate_request(header_id)
-        messages = [inference_pb2.ChatMessage(role=item.role, content=item.text) for item in self.messages]
-        request.messages.CopyFrom(inference_pb2.ChatMessages(messages=messages))
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if limit is not None:
-            request.stopping.max_tokens = limit
-        if self.logprobs:
-            request.response.logprobs = self.top_logprobs or 0
-        elif self.top_logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        return request
-
-
 class CompletionBody(GenerationBody):
     """Body of ``/v1/completions``."""
 
     prompt: str | _Ids | _Texts | _IdLists = Field(union_mode="left_to_right")
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=_UINT32_MAX)
+    logprobs: int | None = Field(None, ge=0, le=UINT32_MAX)
     # Refused when set
     suffix: Any = None
     best_of: int | None = None
@@ -307,14 +215,6 @@ class CompletionBody(GenerationBody):
         return requests
 
 
-class TokenizeBody(Body):
-    """Body of ``/tokenize``."""
-
-    model: str = ""
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
-
-
 class DetokenizeBody(Body):
     """Body of ``/detokenize``."""
 
@@ -351,7 +251,7 @@ def _split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> lis
 
 def _check_token_ids(ids: Iterable[int], field: str) -> None:
     for token_id in ids:
-        if not 0 <= token_id <= _UINT32_MAX:
+        if not 0 <= token_id <= UINT32_MAX:
             raise InvalidRequest(f"{token_id} is no token id", field)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from twinpool.errors import ConfigError
-from twinpool.router.chat_template import ChatTemplate, missing_template
+from twinpool.router.chat_template import ChatTemplate, Conversation, missing_template
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -71,7 +71,12 @@ class ModelText:
             del ids[0]
         return ids
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @property
+    def template_source(self) -> str:
+        """The chat template; empty if there is none."""
+        return "" if self._template is None else self._template.source
+
+    def encode_messages(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation; the template writes all special tokens itself.
 
         Raises:
@@ -80,7 +85,7 @@ class ModelText:
         """
         if self._template is None:
             raise missing_template()
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+        return self._encode(self._template.render(conversation), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

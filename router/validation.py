@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from twinpool.errors import InvalidRequest, ModelNotFound, Unavailable
 from twinpool.proto import inference_pb2
+from twinpool.router.conversation import conversation_chars, read_conversation
 from twinpool.router.messages import Constraint, Sampling, Stopping
 from twinpool.router.request import ResolvedRequest
 from twinpool.router.text import ModelText
@@ -126,15 +127,10 @@ async def _prompt(
         ids = await _off_loop(len(request.text), text.encode_text, request.text)
     elif kind == "messages":
         _check_count(len(request.messages.messages), "messages", max_model_len, kind)  # of a token or more
-        messages = [{"role": message.role, "content": message.content} for message in request.messages.messages]
-        if not messages:
-            raise InvalidRequest("messages is empty; send at least one message", "messages")
-        for position, message in enumerate(messages):
-            if not message["role"]:
-                raise InvalidRequest(f"message {position} has no role; set system, user or assistant", "messages")
-        chars = sum(len(m["content"]) for m in messages)
+        conversation = read_conversation(request.messages)
+        chars = conversation_chars(request.messages)
         check_length(chars, text, max_model_len, kind)
-        ids = await _off_loop(chars, text.encode_messages, messages)
+        ids = await _off_loop(chars, text.encode_messages, conversation)
     else:
         raise InvalidRequest("there is no prompt; set one of text, token_ids, messages", "prompt")
     if not ids:

@@ -105,6 +105,12 @@ class RouterSection(Section):
     discovery_interval_s: float = Field(2.0, gt=0, description="dns: names are resolved this often")
     workers: tuple[str, ...] = Field((), description="addresses (host:port) of workers, both pools; dns: names")
     drain_timeout_s: float = Field(30.0, ge=0, description="time that requests in flight get after SIGTERM")
+    tool_format: Literal["auto", "hermes", "llama"] = Field(
+        "auto", description="how the model writes tool calls; auto sees it in the chat template"
+    )
+    reasoning: Literal["auto", "off"] = Field(
+        "auto", description="auto sends <think>...</think> as reasoning_content, if the chat template knows the tags"
+    )
 
     @model_validator(mode="after")
     def _discovery_finds_something(self) -> Self:

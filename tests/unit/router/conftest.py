@@ -297,7 +297,16 @@ def script_of(text: str) -> Callable[[int], list[int]]:
 @pytest.fixture
 def make_cluster(model_folder: Path) -> Any:
     """``async with make_cluster("text", prefills=1, decodes=1, **router settings) as cluster``."""
+    return cluster_maker(model_folder)
 
+
+@pytest.fixture
+def make_cluster_of() -> Any:
+    """``make_cluster_of(model folder)`` gives a ``make_cluster`` of that model."""
+    return cluster_maker
+
+
+def cluster_maker(model_folder: Path) -> Any:
     @contextlib.asynccontextmanager
     async def make(
         script: str | Callable[[int], list[int]] = "hello world",

@@ -12,7 +12,8 @@ import pytest
 
 from twinpool.errors import InvalidRequest
 from twinpool.router.http_service import MAX_BODY_BYTES
-from twinpool.router.openai_types import ChatBody, CompletionBody
+from twinpool.router.openai_chat import ChatBody
+from twinpool.router.openai_types import CompletionBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

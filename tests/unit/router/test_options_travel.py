@@ -18,7 +18,9 @@ from google.protobuf.descriptor import Descriptor
 from twinpool.engine.request import Constraint, Request
 from twinpool.errors import InvalidRequest, Unsupported
 from twinpool.proto import inference_pb2 as pb
-from twinpool.router.openai_types import ChatBody, CompletionBody, GenerationBody, parse
+from twinpool.router.openai_chat import ChatBody
+from twinpool.router.openai_types import CompletionBody, GenerationBody, parse
+from twinpool.router.tool_format import ToolFormat
 from twinpool.worker.translate import request_from_submit
 
 ROOT = Path(__file__).parents[3]
@@ -137,10 +139,13 @@ USED: dict[str, tuple[Any, str, Any]] = {
     "session_id": ("s", "session_id", "s"),
     "request_id": ("mine", "request_id", "mine"),
 }
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: dict[str, tuple[Any, str, Any]] = {
     "messages": ([{"role": "user", "content": "hi"}], "messages.messages", [pb.ChatMessage(role="user", content="hi")]),
     "max_completion_tokens": (8, "stopping.max_tokens", 8),
     "logprobs": (True, "response.logprobs", 0),
+    "tools": ([TOOL], "messages.tools", [json.dumps(TOOL, separators=(",", ":"))]),
+    "chat_template_kwargs": ({"x": 1}, "messages.template_arguments", '{"x": 1}'),
 }
 COMPLETION: dict[str, tuple[Any, str, Any]] = {
     "prompt": ([65, 66], "token_ids.ids", [65, 66]),
@@ -159,8 +164,6 @@ IGNORED = {
     )
 }
 REFUSED_CHAT: dict[str, Any] = {
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "modalities": ["text", "audio"],
@@ -179,7 +182,7 @@ def translate(kind: type[GenerationBody], **fields: Any) -> pb.GenerateRequest:
     base = {"messages": [{"role": "user", "content": "hi"}]} if kind is ChatBody else {"prompt": "hi"}
     body = parse(kind, json.dumps(base | fields).encode())
     if isinstance(body, ChatBody):
-        return body.to_request("")
+        return body.to_request("", ToolFormat.HERMES)
     assert isinstance(body, CompletionBody)
     return body.to_requests("")[0]
 
@@ -241,7 +244,7 @@ def test_special_tokens_can_not_be_kept() -> None:
 
 def test_tables_cover_the_bodies() -> None:
     common = set(USED) | set(IGNORED) | FORM
-    chat = common | set(CHAT) | set(REFUSED_CHAT) | {"top_logprobs", "parallel_tool_calls"}
+    chat = common | set(CHAT) | set(REFUSED_CHAT) | {"top_logprobs", "parallel_tool_calls", "tool_choice"}
     assert set(ChatBody.model_fields) == chat
     assert set(CompletionBody.model_fields) == common | set(COMPLETION) | set(REFUSED_COMPLETION) | {"echo"}
 
@@ -251,7 +254,7 @@ def test_tables_cover_the_bodies() -> None:
 
 def test_parity_lists_every_field_of_the_request_messages() -> None:
     messages = (pb.GenerateRequest, pb.Sampling, pb.Stopping, pb.StructuredOutput, pb.Choices, pb.ResponseOptions)
-    for message in (*messages, pb.TokenIds, pb.ChatMessages, pb.ChatMessage):
+    for message in (*messages, pb.TokenIds, pb.ChatMessages, pb.ChatMessage, pb.ToolCall):
         for field in message.DESCRIPTOR.fields:
             assert f"`{message.DESCRIPTOR.name}.{field.name}`" in PARITY, "docs/parity.md lacks a field"
 

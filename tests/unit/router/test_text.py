@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from twinpool.errors import ConfigError, InvalidRequest, Unsupported
-from twinpool.router.chat_template import ChatTemplate
+from twinpool.router.chat_template import ChatTemplate, Conversation
 from twinpool.router.detokenizer import Detokenizer
 from twinpool.router.stop_strings import StopStrings
 from twinpool.router.text import ModelText
@@ -110,18 +110,21 @@ def test_bos_is_not_doubled(tokenizer: Tokenizer) -> None:
 def test_template_like_transformers() -> None:
     source = "{% for m in messages %}\n    {% if m.role == 'user' %}\nU:{{ m.content }}\n    {% endif %}\n{% endfor %}"
     template = ChatTemplate(source + "{% generation %}x{% endgeneration %}{{ messages | tojson }}", {})
-    assert template.render([{"role": "user", "content": "<é>"}]) == 'U:<é>\nx[{"role": "user", "content": "<é>"}]'
+    assert (
+        template.render(Conversation([{"role": "user", "content": "<é>"}]))
+        == 'U:<é>\nx[{"role": "user", "content": "<é>"}]'
+    )
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{{ messages + 1 }}"])
 def test_template_refusals(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+        ChatTemplate(source, {}).render(Conversation([{"role": "user", "content": "x"}]))
 
 
 def test_no_template(tokenizer: Tokenizer) -> None:
     with pytest.raises(Unsupported, match="no chat template"):
-        ModelText(tokenizer).encode_messages([{"role": "user", "content": "x"}])
+        ModelText(tokenizer).encode_messages(Conversation([{"role": "user", "content": "x"}]))
 
 
 def test_model_folder(model_folder: Path, tmp_path: Path, eos: int) -> None:
@@ -137,7 +140,7 @@ def test_jinja_file_wins(model_folder: Path, tmp_path: Path) -> None:
     for path in model_folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("T{{ eos_token }}")
-    ids: Any = ModelText.load(tmp_path).encode_messages([{"role": "user", "content": "x"}])
+    ids: Any = ModelText.load(tmp_path).encode_messages(Conversation([{"role": "user", "content": "x"}]))
     assert ModelText.load(tmp_path).token_text(ids[0]) == "T"
 
 
