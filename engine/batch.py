@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from twinpool.engine.plan import ScheduledRequest
+from twinpool.kernels.host_copy import to_device
 from twinpool.kernels.interface import AttentionBatch
 
 Int64 = npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ class HostBatch:
 
     def on(self, device: torch.device) -> FlatBatch:
         """The batch on ``device``."""
-        parts = torch.split(torch.from_numpy(self.flat).to(device), list(self.sizes))
+        parts = torch.split(to_device(self.flat, device), list(self.sizes))
         ends = np.cumsum(self.sizes)
         seq_lens = self.flat[ends[3] : ends[4]]
         return FlatBatch(

@@ -1,8 +1,9 @@
 """The KV region of one rank, as the engine sees it.
 
 Life cycle: a connector allocates (and registers) the flat region and frees it; this object only views it. Block 0, the
-null block, pads block tables and is never written. A block is cleared when a step first writes its slot 0, so that
-slots which are not yet written hold zeros: whatever another request left there, NaN included, is never seen.
+null block, pads block tables and takes what padding rows of captured decode steps write. A block is cleared when a step
+first writes its slot 0, so that slots which are not yet written hold zeros: whatever another request left there, NaN
+included, is never seen.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.ports import ReadyEvent
 from twinpool.engine.rank_step import RankStep
 from twinpool.engine.runner import ModelRunner, OnGroup, await_event
+from twinpool.kernels.host_copy import to_device
 
 _MARK = struct.Struct("<BII")
 
@@ -87,8 +88,12 @@ class Rank:
         if step.batch is None:
             return
         if step.batch.num_sample_rows:
-            rows = torch.from_numpy(step.batch.sample_rows).to(hidden.device)
-            yield self.runner.logits(hidden.index_select(0, rows))
+            # Rows ascend, so as many as there are hidden states are all of them: the case of every decode step.
+            if step.batch.num_sample_rows < len(hidden):
+                hidden_rows = hidden.index_select(0, to_device(step.batch.sample_rows, hidden.device))
+            else:
+                hidden_rows = hidden
+            yield self.runner.logits(hidden_rows)
         for start, end in step.prompt_rows:
             yield self.runner.logits(hidden[start:end])
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from twinpool.engine.batch import FlatBatch
+from twinpool.engine.cuda_graphs import Capture, DecodeGraphs
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.layers import Step
 from twinpool.engine.ports import ReadyEvent
@@ -54,8 +55,27 @@ class ModelRunner:
 
     def __init__(self, model: Model, cache: KVCache, device: torch.device) -> None:
         self._model = model
+        self._graphs: DecodeGraphs | None = None
         self.cache = cache
         self.device = device
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture, sizes: Sequence[int], max_blocks: int) -> None:
+        """From now on decode steps of up to ``sizes[-1]`` requests of up to ``max_blocks`` blocks replay a capture."""
+
+        def forward(batch: FlatBatch) -> torch.Tensor:
+            step = self._model.begin(batch, self.cache.blocks, None)
+            self._model.run_layers(step, 0, self.num_layers)
+            return self._model.finish(step)
+
+        self._graphs = DecodeGraphs(
+            forward,
+            capture,
+            sizes=sizes,
+            max_blocks=max_blocks,
+            block_size=self.cache.block_size,
+            device=self.device,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -75,6 +95,11 @@ class ModelRunner:
         of this stage.
         """
         self.cache.clear(batch.new_blocks)
+        if self._graphs is not None and self._graphs.takes(batch):
+            result = self._graphs.run(batch)
+            if on_group is not None:
+                on_group(0, self.num_layers, self.event())
+            return result
         step = self._model.begin(batch, self.cache.blocks, hidden)
         for start, end in layer_ranges(self.num_layers, layer_groups):
             self._model.run_layers(step, start, end)

@@ -6,7 +6,7 @@ Life of a call to ``sample`` (one per step; the sampler holds nothing between st
 2. If all rows are greedy and nothing is asked beyond that, one argmax ends it.
 3. Otherwise rows go through, in blocks: grammar mask, end tokens below ``min_tokens``, logit bias, penalties
    (``penalties.py``); then argmax, or temperature, top-k, top-p, min-p and the inverse CDF at a keyed uniform
-   (``distribution.py``, ``philox.py``).
+   (``distribution.py``, ``philox.py``). On a GPU one kernel does what follows the penalties, for all rows.
 4. Drafts are verified: each position was sampled with the key it would have without drafts, so tokens are taken while
    draft = sample, and the first sample that differs is the token that plain decoding would have produced. Output is
    that of plain decoding, exactly; a draft of length 0 changes nothing.
@@ -32,6 +32,8 @@ from twinpool.engine.per_request import PerRequest
 from twinpool.engine.philox import uniforms
 from twinpool.engine.plan import Sampled, ScheduledRequest
 from twinpool.engine.request import Request, SamplingParams, TokenLogprob
+from twinpool.kernels.choice import row_sampler_for
+from twinpool.kernels.interface import RowSampling
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -72,6 +74,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._rows_per_block = row_ops.rows_per_block(device, vocab_size)
+        self._row_sampler = row_sampler_for(device)
         self._adjustments = PerRequest(lambda request: Adjustments(request, stop_ids, vocab_size))
 
     def sample(
@@ -87,6 +90,9 @@ class Sampler:
             ValueError: rows do not match, or drafts are combined with several samples.
         """
         rows = self._lay_out(logits, scheduled, allowed)
+        if self._row_sampler is not None:
+            self._sample_on_device(self._row_sampler, logits, rows)
+            return self._collect(logits, scheduled, rows)
         plain_greedy = [row for row in rows if row.kind is _Kind.GREEDY and row.plain]
         if plain_greedy:
             every = len(plain_greedy) == len(rows)
@@ -149,6 +155,23 @@ class Sampler:
                     tokens = tokens if ids is None else ids[tokens]
                 for row, row_tokens in zip(members, tokens.tolist(), strict=True):
                     row.tokens = row_tokens[: row.draws]
+
+    def _sample_on_device(self, sample: RowSampling, logits: Tensor, rows: Sequence[_Row]) -> None:
+        """All rows in one kernel; the tokens come back in the step's only transfer from the device."""
+        values = logits if all(row.plain for row in rows) else self._adjusted_logits(logits, rows)
+        uniforms = self._uniforms(rows)
+        parameters = np.empty((len(rows), 4 + uniforms.shape[1]))
+        parameters[:, 4:] = uniforms
+        for row, line in zip(rows, parameters, strict=True):
+            sampling = row.request.sampling
+            line[:4] = (
+                0.0 if row.kind is _Kind.GREEDY else sampling.temperature,
+                sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size,
+                min(sampling.top_p, 1.0),
+                math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
+            )
+        for row, tokens in zip(rows, sample(values, parameters).tolist(), strict=True):
+            row.tokens = tokens[: row.draws]
 
     def _uniforms(self, rows: Sequence[_Row]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """Keyed numbers ``[rows, most draws]``; draw i of a row is choice ``request.choice + i``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from twinpool.engine.checkpoint import Checkpoint
+from twinpool.engine.cuda_graphs import DECODE_SIZES, CudaCapture
 from twinpool.engine.errors import DoesNotFit, UnsupportedModel
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.loader import Loaded, Progress, Weights, load
@@ -74,6 +75,10 @@ class Shard:
     def rank(self, region: torch.Tensor) -> Rank:
         """This rank, with a region of whole blocks."""
         runner = ModelRunner(self.loaded.model, KVCache(region, self.rank_layout), self.device)
+        # Collectives and the hand-over between stages are not captured.
+        if self.device.type == "cuda" and self.parallel.size == 1:
+            blocks = -(-self.config.max_position_embeddings // self.layout.block_size)
+            runner.capture(CudaCapture(), DECODE_SIZES, min(blocks, runner.cache.num_blocks))
         return Rank(runner, self.parallel, self.config.num_layers, self.config.hidden_size)
 
 
@@ -103,7 +108,10 @@ def load_shard(
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, name)
     rank_layout = RankLayout(layout, *parallel.layers(config.num_layers), *parallel.kv_heads(config.num_kv_heads))
     family = FAMILIES[config.architecture]
-    kernels = kernels_for(device)
+    try:
+        kernels = kernels_for(device)
+    except ImportError as error:
+        raise UnsupportedModel(str(error)) from error
 
     def build_whole(weights: Weights) -> Decoder:
         return family(weights, config, ParallelContext(), kernels)

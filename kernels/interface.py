@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -65,6 +67,17 @@ class Attention(Protocol):
         ``key`` and ``value`` [T, G, D] are the rows just written, for implementations that need not read them back.
         Query head h uses KV head h // (H / G). A query at position p sees positions ``(p - window, p]``; None sees
         all up to p. ``soft_cap`` c replaces a score s (after ``scale``) by c · tanh(s / c). Returns [T, H, D].
+        """
+
+
+class RowSampling(Protocol):
+    """Draws tokens of all rows of a step where the logits are; ``engine.distribution`` says what filters mean."""
+
+    def __call__(self, logits: torch.Tensor, parameters: npt.NDArray[np.float64]) -> torch.Tensor:
+        """Tokens [rows, draws], int64 on the device of ``logits`` [rows, vocab] (any float type; not changed).
+
+        ``parameters`` [rows, 4 + draws]: temperature (0 takes the best token), top-k (the vocabulary where off), top-p
+        (1 where off), log of min-p (-inf where off), then a uniform per draw.
         """
 
 

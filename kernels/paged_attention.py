@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from twinpool.kernels.host_copy import to_device
 from twinpool.kernels.interface import AttentionBatch
 from twinpool.kernels.launch import Launch
 from twinpool.kernels.triton_attention import combine_kernel, decode_kernel, prefill_kernel
@@ -43,7 +43,7 @@ class TileShape:
 def decode_shape(rows: int, dim: int, itemsize: int) -> TileShape:
     """Tile of the decode kernel for padded head size ``dim``; see the table in docs/performance.md."""
     keys = 32 if dim >= 256 or itemsize == 4 else 64
-    return TileShape(rows, keys, 4, 2 if dim >= 256 else 3)
+    return TileShape(rows, keys, 8 if rows * dim >= 8192 else 4, 2 if dim >= 256 else 3)
 
 
 def prefill_shape(dim: int, itemsize: int) -> TileShape:
@@ -56,12 +56,6 @@ def prefill_shape(dim: int, itemsize: int) -> TileShape:
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below ``number``."""
     return 1 << (number - 1).bit_length()
-
-
-def to_device(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """Copies without waiting for the device."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +119,7 @@ class PagedAttention:
             "scale": scale * math.log2(math.e) if soft_cap is None else scale / soft_cap,
             "cap": 0.0 if soft_cap is None else soft_cap * math.log2(math.e),
             "window": 0 if window is None else window,
-            "NUM_KV_HEADS": num_kv_heads,
+            "num_kv_heads": num_kv_heads,
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "DIM": max(16, power_of_two(head_dim)),
@@ -151,7 +145,7 @@ class PagedAttention:
 
     def _decode(self, work: _Work, shared: dict[str, Any], window: int | None) -> None:
         query, head_dim, dim = shared["query"], shared["HEAD_DIM"], shared["DIM"]
-        num_kv_heads, group = shared["NUM_KV_HEADS"], shared["GROUP"]
+        num_kv_heads, group = shared["num_kv_heads"], shared["GROUP"]
         shape = decode_shape(max(16, power_of_two(work.num_queries * group)), dim, query.element_size())
         longest = work.longest if window is None else min(work.longest, window + work.num_queries)
         splits = num_splits(work.num_decodes * num_kv_heads, longest, self._processors)
@@ -188,7 +182,7 @@ class PagedAttention:
                 query_start_loc=shared["query_start_loc"],
                 num_queries=work.num_queries,
                 num_splits=splits,
-                NUM_HEADS=num_kv_heads * group,
+                num_heads=num_kv_heads * group,
                 HEAD_DIM=head_dim,
                 DIM=dim,
                 MAX_SPLITS=MAX_SPLITS,

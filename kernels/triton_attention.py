@@ -60,11 +60,11 @@ def _attend(
     return acc, peak, mass
 
 
-@triton.jit(do_not_specialize=["num_queries", "layer", "num_splits", "table_stride", "window"])
+@triton.jit(do_not_specialize=["num_queries", "layer", "num_splits", "num_kv_heads", "table_stride", "window"])
 def decode_kernel(
     query, kv, output, partials, stats, members, query_start_loc, seq_lens, tables,
-    num_queries, layer, num_splits, table_stride, query_stride, block_stride, scale, cap, window,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    num_queries, layer, num_splits, num_kv_heads, table_stride, query_stride, block_stride, scale, cap, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     ALL: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
@@ -95,14 +95,14 @@ def decode_kernel(
     share = tl.cdiv(tl.cdiv(context - low, num_splits), TILE) * TILE
     start = low + split * share
     end = tl.minimum(start + share, context)
-    keys = ((layer * 2).to(tl.int64) * NUM_KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM)
+    keys = ((layer * 2).to(tl.int64) * num_kv_heads + head) * (BLOCK_SIZE * HEAD_DIM)
     acc, peak, mass = _attend(
         q, positions, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32), start, end,
-        kv, keys, keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, tables + request.to(tl.int64) * table_stride,
+        kv, keys, keys + num_kv_heads * BLOCK_SIZE * HEAD_DIM, tables + request.to(tl.int64) * table_stride,
         block_stride, scale, cap, window, HEAD_DIM, DIM, BLOCK_SIZE, TILE, True, WINDOW, CAP,
     )  # fmt: skip
-    num_heads = NUM_KV_HEADS * GROUP
+    num_heads = num_kv_heads * GROUP
     if SPLIT:
         place = ((item * num_queries + rows // GROUP).to(tl.int64) * num_heads + heads) * num_splits + split
         tl.store(stats + place * 2, peak, mask=used)
@@ -115,10 +115,10 @@ def decode_kernel(
         tl.store(output + place[:, None] * HEAD_DIM + dims[None, :], result.to(output.dtype.element_ty), mask=cells)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_splits"])
+@triton.jit(do_not_specialize=["num_queries", "num_splits", "num_heads"])
 def combine_kernel(
-    partials, stats, output, members, query_start_loc, num_queries, num_splits,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, ALL: tl.constexpr,
+    partials, stats, output, members, query_start_loc, num_queries, num_splits, num_heads,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Adds what the splits of ``decode_kernel`` found: programs (request × queries, query head)."""
     item, head = tl.program_id(0), tl.program_id(1)
@@ -130,7 +130,7 @@ def combine_kernel(
     if row < tl.load(query_start_loc + request + 1):
         splits = tl.arange(0, MAX_SPLITS)
         dims = tl.arange(0, DIM)
-        place = (item.to(tl.int64) * NUM_HEADS + head) * num_splits + splits
+        place = (item.to(tl.int64) * num_heads + head) * num_splits + splits
         peak = tl.load(stats + place * 2, mask=splits < num_splits, other=float("-inf"))
         found = peak > float("-inf")
         mass = tl.load(stats + place * 2 + 1, mask=found, other=0.0)
@@ -138,15 +138,15 @@ def combine_kernel(
         cells = found[:, None] & (dims < HEAD_DIM)[None, :]
         acc = tl.load(partials + place[:, None] * HEAD_DIM + dims[None, :], mask=cells, other=0.0)
         result = tl.sum(acc * weight[:, None], 0) / tl.sum(mass * weight, 0)
-        place = (row * NUM_HEADS + head) * HEAD_DIM
+        place = (row * num_heads + head) * HEAD_DIM
         tl.store(output + place + dims, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride", "window"])
+@triton.jit(do_not_specialize=["layer", "num_kv_heads", "table_stride", "window"])
 def prefill_kernel(
     query, kv, output, tiles, query_start_loc, seq_lens, tables,
-    layer, table_stride, query_stride, block_stride, scale, cap, window,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    layer, num_kv_heads, table_stride, query_stride, block_stride, scale, cap, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Many queries per request: programs (tile of queries, KV head). ``tiles`` [tiles, 2]: request, first query."""
@@ -172,8 +172,8 @@ def prefill_kernel(
     low_position = context - length + first
     end = tl.minimum(low_position + ROWS // GROUP, context)
     table = tables + request.to(tl.int64) * table_stride
-    keys = ((layer * 2).to(tl.int64) * NUM_KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM)
-    values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    keys = ((layer * 2).to(tl.int64) * num_kv_heads + head) * (BLOCK_SIZE * HEAD_DIM)
+    values = keys + num_kv_heads * BLOCK_SIZE * HEAD_DIM
     acc = tl.zeros([ROWS, DIM], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -190,5 +190,5 @@ def prefill_kernel(
         block_stride, scale, cap, window, HEAD_DIM, DIM, BLOCK_SIZE, TILE, True, WINDOW, CAP,
     )  # fmt: skip
     result = acc / mass[:, None]
-    place = (start_row + index) * (NUM_KV_HEADS * GROUP) + heads
+    place = (start_row + index) * (num_kv_heads * GROUP) + heads
     tl.store(output + place[:, None] * HEAD_DIM + dims[None, :], result.to(output.dtype.element_ty), mask=cells)

@@ -6,11 +6,13 @@ Every check raises an AssertionError that says what differs. They run on CPU ten
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from twinpool.engine.distribution import Filters, scaled, truncate
 from twinpool.kernels.interface import AttentionBatch, Kernels
 from twinpool.kernels.reference import ReferenceKernels
 
@@ -172,3 +174,47 @@ def check_experts(kernels: Kernels, case: ExpertCase, device: torch.device = CPU
     result = experts(x.to(device), ids, weights)
     expected = REFERENCE.experts(gate_up.float(), down.float())(x.float(), expected_ids, expected_weights)
     close(result, expected.to(case.dtype), 2)
+
+
+def check_sampling(
+    sample: Callable[..., torch.Tensor], vocab: int, dtype: torch.dtype, every: int = 1, device=CPU
+) -> None:
+    """Combinations of filters, ties included: each token is where the CDF of the kept tokens has its uniform."""
+    combinations = list(itertools.product([0.3, 1.0], [vocab, 1, 7, 60], [1.0, 0.9, 0.2], [0.0, 0.05]))[::every]
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(len(combinations), vocab, generator=generator) * 2).to(dtype)
+    logits[::2] = (logits[::2] * 2).round() / 2  # many ties
+    logits[:, 5] = float("-inf")
+    u = torch.rand(len(combinations), 4, generator=generator, dtype=torch.float64)
+    u[:, 0], u[:, 1] = 0.0, 1 - 2**-53
+    table = torch.tensor([[t, k, p, math.log(m) if m else -math.inf] for t, k, p, m in combinations]).double()
+    tokens = sample(logits.to(device), torch.cat((table, u), 1).numpy()).cpu()
+    for row, (temperature, top_k, top_p, min_p) in enumerate(combinations):
+        z = scaled(logits[row : row + 1].float(), torch.tensor([[temperature]]))
+        filters = Filters(
+            top_k=torch.tensor([[top_k]]),
+            max_top_k=top_k,
+            top_p=torch.tensor([[top_p]], dtype=torch.float64),
+            has_top_p=top_p < 1,
+            log_min_p=torch.tensor([[math.log(min_p) if min_p else -math.inf]]),
+            has_min_p=min_p > 0,
+        )
+        kept, ids = truncate(z, filters)
+        cdf = kept[0].double().exp().cumsum(0)
+        ids = torch.arange(vocab) if ids is None else ids
+        for token, uniform in zip(tokens[row].tolist(), u[row].tolist(), strict=True):
+            place = (ids == token).nonzero()
+            case = f"row {row} {combinations[row]}: token {token} for {uniform}"
+            assert len(place), f"{case} was filtered out"
+            index = int(place)
+            low = float(cdf[index - 1]) if index else 0.0
+            slack = 2e-6 * float(cdf[-1])
+            assert low - slack <= uniform * float(cdf[-1]) <= float(cdf[index]) + slack, case
+    greedy = torch.zeros((len(combinations), 5), dtype=torch.float64)
+    best = sample(logits.to(device), greedy.numpy()).cpu()[:, 0]
+    assert torch.equal(best, torch.from_numpy(logits.float().numpy().argmax(-1))), "the first of the best"
+    broken = torch.full((3, vocab), float("-inf"))
+    broken[1, 3], broken[2, 4] = float("nan"), float("inf")
+    broken[1, 6] = 1.0
+    table = torch.tensor([[1.0, vocab, 0.5, -math.inf, 0.7]] * 3, dtype=torch.float64)
+    assert sample(broken.to(device), table.numpy()).flatten().tolist() == [0, 0, 0]

@@ -14,8 +14,10 @@ from kernel_cases import (
     check_experts,
     check_gates,
     check_norms,
+    check_sampling,
 )
 
+from twinpool.kernels.row_sampling import RowSampler
 from twinpool.kernels.triton_kernels import TritonKernels
 
 KERNELS = TritonKernels(processors=4)
@@ -74,3 +76,11 @@ def test_gates(size, dtype):
 )
 def test_experts(case):
     check_experts(KERNELS, case)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "every"),
+    [(300, F32, 7), (300, F16, 13), *(pytest.param(*x, 1, marks=pytest.mark.slow) for x in [(300, F32), (5000, F32)])],
+)
+def test_sampling(vocab, dtype, every):
+    check_sampling(RowSampler(), vocab, dtype, every)
