@@ -33,6 +33,12 @@ test-all: $(CHART) lint ## Like test, with the slow tests and, on a GPU, those f
 soak: $(DEV) ## Kills and stops workers under load for SOAK_MINUTES (20) and checks every answer
 	$(BIN)/python -P scripts/soak
 
+bench-peers: $(DEV) ## Compares with vLLM on this machine (PEER_VLLM: a program that sets it up and runs it)
+	PEER_VLLM=$${PEER_VLLM-$(wildcard ../shared/tools/peer-vllm)} $(BIN)/python -P scripts/bench_peers
+
+bench-faults: $(DEV) ## Shows what streams notice when the worker under them dies, hangs or drains
+	$(BIN)/python -P scripts/bench_faults
+
 lint: $(DEV) ## Lint, types and proto freshness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from twinpool.cli.bench_load import load
 from twinpool.cli.options import ConfigFile, Dtype, Json, Model, Settings, load_config
 from twinpool.cli.output import print_json, print_nested
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command group."""
-    group = typer.Typer(help="Measures the hand-over between the pools, and the KV transfer.", no_args_is_help=True)
+    group = typer.Typer(help="Measures servers under load, the hand-over, and the KV transfer.", no_args_is_help=True)
+    group.command("load")(load)
     group.command("handover")(handover)
     group.command("transfer")(transfer)
     app.add_typer(group, name="bench")
