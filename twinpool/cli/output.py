@@ -49,11 +49,8 @@ def print_nested(values: Mapping[str, Any], indent: int = 0) -> None:
                 print(label)
                 print_nested(item, indent + 2)
         else:
-            print(
-                f"{label:<36}{value:10.3f}"
-                if isinstance(value, float)
-                else f"{label:<36}{'-' if value is None else value:>10}"
-            )
+            shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+            print(f"{label:<36}{shown:>10}")
 
 
 def write(text: str) -> None:

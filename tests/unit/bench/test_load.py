@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def test_arrivals_keep_their_rate_and_are_as_bursty_as_asked(burstiness: float) 
     times = gamma(4000, 8.0, burstiness, seed=1)
     assert times == sorted(times)
     assert times[0] == 0.0
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(1 / 8, rel=0.01)
     variation = statistics.stdev(gaps) / statistics.mean(gaps)
     assert variation == pytest.approx(burstiness**-0.5, rel=0.1)
