@@ -31,8 +31,8 @@ from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, Inf
 from twinpool.router.http_service import HttpService
 from twinpool.router.intake import Intake
 from twinpool.router.metrics import RouterMetrics
-from twinpool.router.policy import CostModel
 from twinpool.router.registry import Registry
+from twinpool.router.routing import Routing
 from twinpool.router.text import ModelText
 from twinpool.router.worker_metrics import WorkerMetrics
 from twinpool.rpc import RpcServer, Servicer
@@ -72,7 +72,7 @@ class Router:
         metrics.registry.register(WorkerMetrics(registry))
         keys = ApiKeys(config.auth)
         admission = Admission(config.router, lambda: capacity(registry.views(), config.router))
-        context = FlowContext(config.router, registry, text, metrics, CostModel())
+        context = FlowContext(config.router, registry, text, metrics, Routing(registry, config.router.pace_weight))
         intake = Intake(context, admission)
         inference, info = InferenceServicer(intake, text, keys), InfoServicer(registry, admission)
         servicers = [

@@ -28,6 +28,8 @@ class Attempt:
     route: Route
     decode: WorkerSession
     prefill: WorkerSession | None
+    submitted: float = 0.0
+    """On the clock of ``Routing``."""
     loaded: bool = False
     ended: bool = False
     prefilled: set[int] = field(default_factory=set)
@@ -48,6 +50,10 @@ class Attempt:
         if role == "prefill":
             return not self.prefilled.issuperset(self.choices)
         return self.loaded or self.prefill is None
+
+    def is_first_account(self, role: Role) -> bool:
+        """Whether nothing has come from that worker yet."""
+        return not any(known == role for known, _ in self.stats)
 
     def stats_of(self, role: Role) -> Stats | None:
         """What one worker did: the account of its first choice, which did the work that the others share."""

@@ -24,9 +24,7 @@ from twinpool.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
-    Overloaded,
     TwinpoolError,
-    Unavailable,
 )
 from twinpool.router.admission import Ticket
 from twinpool.router.attempt import Attempt, Leg, submission_for
@@ -35,9 +33,11 @@ from twinpool.router.chunk import Chunk
 from twinpool.router.ledger import MAX_PAUSE_S, Ledger
 from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role
 from twinpool.router.metrics import RouterMetrics
-from twinpool.router.policy import CostModel, NoRoute, Obstacle, Route, RouteQuery, choose
+from twinpool.router.policy import NoRoute, Obstacle, Route, RouteQuery
+from twinpool.router.prompt_blocks import PromptBlocks
 from twinpool.router.registry import Registry
 from twinpool.router.request import ResolvedRequest
+from twinpool.router.routing import Routing, error_for
 from twinpool.router.summary import Clockings, Summary, summarize
 from twinpool.router.text import ModelText
 
@@ -55,7 +55,7 @@ class FlowContext:
     registry: Registry
     text: ModelText
     metrics: RouterMetrics
-    cost: CostModel
+    routing: Routing
 
 
 class Flow:
@@ -88,6 +88,7 @@ class Flow:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._consumer_waits = False
         self._dispatched = self._first_token = self._last_token = 0.0
+        self._blocks: PromptBlocks | None = None
         self._ledger = Ledger(context.config.max_attempts)
         self._prompt_ids_sent = not request.want_token_ids
 
@@ -159,7 +160,7 @@ class Flow:
         """Starts one attempt for ``choices``, or raises what the client is to hear."""
         route = self._route(choices)
         if isinstance(route, NoRoute):
-            raise self._error_for(route)
+            raise error_for(route)
         self._submit(choices, route)
 
     def _route(self, choices: Sequence[int]) -> Route | NoRoute:
@@ -170,15 +171,12 @@ class Flow:
             avoid=frozenset(self._ledger.avoid),
             barred=frozenset(self._ledger.exhausted),
             is_retry=bool(self._attempts) and not self._ledger.exhausted,
+            answer_tokens=self.request.stopping.max_tokens - longest,
         )
-        return choose(query, self._context.registry.views(), self._context.cost)
-
-    def _error_for(self, route: NoRoute) -> TwinpoolError:
-        if route.obstacle is Obstacle.TOO_LARGE:
-            return InvalidRequest(route.message, "prompt")
-        if route.obstacle is Obstacle.BARRED:
-            return Overloaded(f"{route.message}; retry later")
-        return Unavailable(route.message)
+        if longest or self._blocks is None:  # choices that have output are continued one by one
+            tokens = [*self.request.prompt_ids, *self._choices[choices[0]].token_ids]
+            self._blocks = PromptBlocks(tokens, self.request.cache_salt)
+        return self._context.routing.choose(query, self._blocks)
 
     def _submit(self, choices: Sequence[int], route: Route) -> None:
         registry = self._context.registry
@@ -202,10 +200,14 @@ class Flow:
         self._context.metrics.routed(route)
         first = self._choices[attempt.choices[0]]
         submission = submission_for(attempt, self.request, first, self._deadline - self._loop.time())
+        assert self._blocks is not None  # made for the route
+        self._context.routing.sent(attempt, self._blocks)
+        work = route.compute_tokens
         if prefill is not None:  # first: it makes the first token
-            prefill.submit(submission, Leg(attempt, "prefill", self._on_output, self._on_failed, self._on_lost))
+            prefill.submit(submission, Leg(attempt, "prefill", self._on_output, self._on_failed, self._on_lost), work)
+            work = 0
         if not attempt.ended:
-            decode.submit(submission, Leg(attempt, "decode", self._on_output, self._on_failed, self._on_lost))
+            decode.submit(submission, Leg(attempt, "decode", self._on_output, self._on_failed, self._on_lost), work)
 
     # News from the workers
 
@@ -214,6 +216,8 @@ class Flow:
             return
         choice = self._choices[output.choice]
         if output.stats is not None:
+            if attempt.is_first_account(role):
+                self._context.routing.told(attempt, role, output.stats)
             attempt.stats[role, output.choice] = output.stats
         if output.prompt_logprobs:
             start = attempt.prompt_logprobs.get(output.choice, 0)
@@ -314,7 +318,7 @@ class Flow:
         while isinstance(route := self._route(choices), NoRoute):
             started = any(choice.token_ids for choice in self._choices)
             if route.obstacle is Obstacle.TOO_LARGE or (route.obstacle is Obstacle.BARRED and not started):
-                self.cancel(self._error_for(route))
+                self.cancel(error_for(route))
                 return
             if route.obstacle is Obstacle.BARRED:
                 self._ledger.exhausted.clear()  # a started answer waits for room instead of being thrown away
@@ -372,6 +376,10 @@ class Flow:
             self._arrival, self._dispatched or now, self._first_token or now, self._last_token or now, now
         )
         tokens = sum(len(choice.token_ids) for choice in self._choices)
+        if len(self._attempts) == 1:
+            self._context.routing.answered(
+                self._attempts[0], tokens // self.request.n, times.last_token - times.first_token
+            )
         summary = summarize(self._attempts, len(self.request.prompt_ids), tokens, self._ledger.redispatches, times)
         self._context.metrics.finished(summary)
         return summary

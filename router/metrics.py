@@ -28,7 +28,9 @@ class RouterMetrics:
         self._workers = Gauge(
             "twinpool_router_workers", "Workers by role and state", ["role", "state"], registry=self.registry
         )
-        self._routes = Counter("twinpool_router_routes", "Dispatches by path", ["path"], registry=self.registry)
+        self._routes = Counter(
+            "twinpool_router_routes", "Dispatches by path and cause", ["path", "cause"], registry=self.registry
+        )
         self._redispatches = Counter(
             "twinpool_router_redispatches", "Attempts started after a loss", ["reason"], registry=self.registry
         )
@@ -53,7 +55,8 @@ class RouterMetrics:
 
     def routed(self, route: Route) -> None:
         """An attempt was dispatched."""
-        self._routes.labels("decode_only" if route.prefill is None else "disaggregated").inc()
+        path = "decode_only" if route.prefill is None else "disaggregated"
+        self._routes.labels(path, route.cause.value).inc()
 
     def redispatched(self, reason: str) -> None:
         """An attempt was lost and another follows."""

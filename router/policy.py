@@ -1,86 +1,77 @@
-"""Which workers serve a request: pure functions over frozen views of the workers.
+"""Which workers serve a request: pure functions over frozen views of the workers and what they cost.
 
 ``choose`` filters (role, alive, model, not draining, large enough, equal layout and revision, linked), scores what is
-left (queued tokens, load, free blocks, cached prefix) and picks a prefill and a decode worker together, or a decode
-worker alone, with a reason for people. It reads no clock and no global, so every decision can be replayed in a test.
+left in estimated seconds (``scoring``), and picks a prefill and a decode worker together, or a decode worker alone,
+with a reason for people. It reads no clock and no global, so every decision can be replayed, and a simulator runs the
+same code. Workers that are suspect or would make the request wait for blocks come after all others.
+
+``auto`` takes the cheaper of the best pair and the best decode worker alone; both have passed the same filters.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from twinpool.router.messages import LinkReport, Report, WorkerInfo
+from twinpool.router.costs import Costs, WorkerKey
+from twinpool.router.scoring import (
+    Mode,
+    RouteQuery,
+    decode_s,
+    handover_s,
+    interference_s,
+    is_short,
+    prefill_s,
+    to_compute,
+    to_read,
+)
+from twinpool.router.worker_view import WorkerView, incompatibility
 
-Mode = Literal["always", "auto", "never"]
-WorkerKey = tuple[str, int]
-"""Identity and epoch: a restarted worker is another worker."""
+__all__ = [
+    "Cause",
+    "Mode",
+    "NoRoute",
+    "Obstacle",
+    "Route",
+    "RouteQuery",
+    "WorkerKey",
+    "WorkerView",
+    "choose",
+    "incompatibility",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A connected worker at one moment; ``sent_*`` count what was dispatched since its report."""
-
-    info: WorkerInfo
-    report: Report
-    suspect: bool = False
-    sent_requests: int = 0
-    sent_tokens: int = 0
-
-    @property
-    def key(self) -> WorkerKey:
-        """Identity and epoch."""
-        return self.info.worker_id, self.info.epoch
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens ahead of a new request."""
-        return self.report.queued_tokens + self.sent_tokens
-
-    @property
-    def load(self) -> float:
-        """Requests as a share of the largest batch."""
-        report = self.report
-        busy = report.running + report.waiting + report.loading + self.sent_requests
-        return busy / max(self.info.max_num_seqs, 1)
+_MOST_DECODERS = 8
+"""Decode workers, cheapest first, whose pairs are compared: choosing stays linear in the number of workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What the choice between the pools rests on.
+class Cause(enum.Enum):
+    """Why a route was taken, for metrics."""
 
-    Prompts shorter than ``break_even_tokens`` are computed by the decode worker: for them the hand-over costs more
-    than the disturbance of the running batch.
-    """
-
-    break_even_tokens: int = 64
-
-
-@dataclass(frozen=True, slots=True)
-class RouteQuery:
-    """What is asked: ``num_tokens`` is prompt plus output known so far; ``cached_tokens`` is a hint per worker id.
-
-    ``avoid`` holds workers that failed this request; they are used only when no other is left. ``barred`` holds
-    workers that must not be used. ``is_retry`` lets decode compute the prompt although the mode is ``always``.
-    """
-
-    num_tokens: int
-    mode: Mode
-    avoid: frozenset[WorkerKey] = frozenset()
-    barred: frozenset[WorkerKey] = frozenset()
-    is_retry: bool = False
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    CONFIGURED = "configured"
+    CHEAPER = "cheaper"
+    NO_PREFILL = "no_prefill_worker"
+    RETRY = "retry"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A decision: ``prefill`` is None when the decode worker computes the prompt itself."""
+    """A decision: ``prefill`` is None when the decode worker computes the prompt itself.
+
+    The estimates that it rests on, to be compared with what happens: ``compute_tokens`` for the worker that computes
+    the prompt, ``ahead_tokens`` before them, ``read_tokens`` and ``streams`` (others) on the decode worker.
+    """
 
     decode: WorkerKey
     prefill: WorkerKey | None
     reason: str
+    cause: Cause
+    compute_tokens: int
+    ahead_tokens: int
+    read_tokens: int
+    streams: int
+    first_s: float
+    """Estimated seconds until the answer flows."""
 
 
 class Obstacle(enum.Enum):
@@ -100,37 +91,26 @@ class NoRoute:
     message: str
 
 
-def incompatibility(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
-    """Why two workers must never exchange KV, with both values; None when they may."""
-    if prefill.revision != decode.revision:
-        return (
-            f"model revision differs: {prefill.worker_id} has {prefill.revision}, "
-            f"{decode.worker_id} has {decode.revision}"
-        )
-    if prefill.layout != decode.layout:
-        return (
-            f"KV layout differs: {prefill.worker_id} has {prefill.layout_text or prefill.layout}, "
-            f"{decode.worker_id} has {decode.layout_text or decode.layout}"
-        )
-    return None
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """Workers and what they would cost; ``tier`` is (suspect, waits for blocks) of the worse of them."""
+
+    decode: WorkerView
+    prefill: WorkerView | None
+    tier: tuple[bool, bool]
+    first_s: float
+    """Until the answer flows: first token and copy."""
+    seconds: float
+    """Everything."""
+
+    @property
+    def rank(self) -> tuple[tuple[bool, bool], float, str, str]:
+        """Smaller is better; names decide between equals, the same way everywhere."""
+        prefill = "" if self.prefill is None else self.prefill.info.worker_id
+        return self.tier, self.seconds, prefill, self.decode.info.worker_id
 
 
-def link_between(prefill: WorkerView, decode: WorkerView) -> LinkReport | None:
-    """The working link of a pair, or None."""
-    if incompatibility(prefill.info, decode.info) is not None:
-        return None
-    for link in decode.report.links:
-        if link.linked and link.worker_id == prefill.info.worker_id and link.epoch == prefill.info.epoch:
-            return link
-    return None
-
-
-def blocks_needed(num_tokens: int, info: WorkerInfo) -> int:
-    """Blocks that hold ``num_tokens``."""
-    return -(-num_tokens // max(info.block_size, 1))
-
-
-def choose(query: RouteQuery, workers: Sequence[WorkerView], cost: CostModel) -> Route | NoRoute:
+def choose(query: RouteQuery, workers: Sequence[WorkerView], costs: Costs) -> Route | NoRoute:
     """Picks the workers for one attempt.
 
     ``workers`` are the connected ones of the request's model. Mutates nothing.
@@ -139,7 +119,7 @@ def choose(query: RouteQuery, workers: Sequence[WorkerView], cost: CostModel) ->
     decoders = [view for view in usable if view.info.role == "decode"]
     if not decoders:
         return NoRoute(Obstacle.NO_WORKER, "no decode worker is connected; start one or wait for it (twinpool status)")
-    fitting = [view for view in decoders if blocks_needed(query.num_tokens, view.info) <= view.info.num_blocks]
+    fitting = [view for view in decoders if view.blocks_for(query.num_tokens) <= view.info.num_blocks]
     if not fitting:
         most = max(view.info.num_blocks * view.info.block_size for view in decoders)
         return NoRoute(
@@ -151,36 +131,21 @@ def choose(query: RouteQuery, workers: Sequence[WorkerView], cost: CostModel) ->
     if not decoders:
         return NoRoute(Obstacle.BARRED, "every decode worker is out of capacity")
     if query.mode == "never":
-        return Route(_best_decode(decoders, query).key, None, "disaggregate: never")
-    if query.mode == "auto" and query.num_tokens < cost.break_even_tokens:
-        reason = f"disaggregate: auto, {query.num_tokens} tokens are below break-even ({cost.break_even_tokens})"
-        return Route(_best_decode(decoders, query).key, None, reason)
-    return _choose_pair(query, usable, decoders)
-
-
-def _choose_pair(query: RouteQuery, usable: Sequence[WorkerView], decoders: Sequence[WorkerView]) -> Route | NoRoute:
+        return _route(_best_alone(decoders, query, costs), query, "disaggregate: never", Cause.CONFIGURED)
     prefills = [
         view
         for view in usable
-        if view.info.role == "prefill" and blocks_needed(query.num_tokens, view.info) <= view.info.num_blocks
+        if view.info.role == "prefill" and view.blocks_for(query.num_tokens) <= view.info.num_blocks
     ]
     admitted = _without(prefills, query)
-    linked = {
-        decode.key: [prefill for prefill in admitted if link_between(prefill, decode) is not None]
-        for decode in decoders
-    }
-    candidates = [decode for decode in decoders if linked[decode.key]]
-    if candidates:
-        decode = _best_decode(candidates, query)
-        prefill = min(linked[decode.key], key=lambda view: _prefill_score(view, query))
-        return Route(decode.key, prefill.key, f"disaggregate: {query.mode}")
+    pair = _best_pair(admitted, decoders, query, costs)
     if query.mode == "auto":
-        return Route(
-            _best_decode(decoders, query).key, None, "disaggregate: auto, no linked prefill worker can take it now"
-        )
+        return _cheaper(_best_alone(decoders, query, costs), pair, query)
+    if pair is not None:
+        return _route(pair, query, "disaggregate: always", Cause.CONFIGURED)
     if query.is_retry:
         reason = "disaggregate: always, but no linked prefill worker is left: decode recomputes"
-        return Route(_best_decode(decoders, query).key, None, reason)
+        return _route(_best_alone(decoders, query, costs), query, reason, Cause.RETRY)
     if prefills and not admitted:
         return NoRoute(Obstacle.BARRED, "every prefill worker is out of capacity")
     return NoRoute(
@@ -190,25 +155,72 @@ def _choose_pair(query: RouteQuery, usable: Sequence[WorkerView], decoders: Sequ
     )
 
 
+def _cheaper(alone: _Score, pair: _Score | None, query: RouteQuery) -> Route:
+    if pair is None or pair.prefill is None:
+        reason = "disaggregate: auto, no linked prefill worker can take it now"
+        return _route(alone, query, reason, Cause.NO_PREFILL)
+    best, other = (alone, pair) if alone.rank < pair.rank else (pair, alone)
+    computes = best.prefill or best.decode
+    saved = f"saves {other.seconds - best.seconds:.3f} s" if best.tier == other.tier else "the other has no room"
+    reason = (
+        f"disaggregate: auto, {computes.info.worker_id} computes {to_compute(computes, query)} of {query.num_tokens} "
+        f"tokens: {saved} ({alone.first_s:.3f} s to flow from decode alone, {pair.first_s:.3f} s from "
+        f"{pair.prefill.info.worker_id})"
+    )
+    return _route(best, query, reason, Cause.CHEAPER)
+
+
+def _route(score: _Score, query: RouteQuery, reason: str, cause: Cause) -> Route:
+    computes = score.prefill or score.decode
+    return Route(
+        decode=score.decode.key,
+        prefill=None if score.prefill is None else score.prefill.key,
+        reason=reason,
+        cause=cause,
+        compute_tokens=to_compute(computes, query),
+        ahead_tokens=computes.queued_tokens,
+        read_tokens=0 if score.prefill is None else to_read(score.decode, query),
+        streams=score.decode.streams,
+        first_s=score.first_s,
+    )
+
+
 def _without(views: Sequence[WorkerView], query: RouteQuery) -> list[WorkerView]:
     """Drops barred workers, and those to avoid while others are left."""
     allowed = [view for view in views if view.key not in query.barred]
     return [view for view in allowed if view.key not in query.avoid] or allowed
 
 
-def _best_decode(views: Sequence[WorkerView], query: RouteQuery) -> WorkerView:
-    return min(views, key=lambda view: _decode_score(view, query))
+def _best_alone(decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs) -> _Score:
+    scores = []
+    for view in decoders:
+        first_s = prefill_s(view, query, costs)
+        seconds = first_s + interference_s(view, query, costs) + decode_s(view, query, costs)
+        scores.append(_Score(view, None, (view.suspect, is_short(view, query)), first_s, seconds))
+    return min(scores, key=lambda score: score.rank)
 
 
-def _decode_score(view: WorkerView, query: RouteQuery) -> tuple[bool, bool, float, float, str]:
-    """Smaller is better: alive, has room now, load, share of blocks in use, name."""
-    short = blocks_needed(query.num_tokens + view.sent_tokens, view.info) > view.report.free_blocks
-    cached = query.cached_tokens.get(view.info.worker_id, 0) / max(query.num_tokens, 1)
-    used = 1 - view.report.free_blocks / max(view.info.num_blocks, 1)
-    return view.suspect, short, view.load - cached, used, view.info.worker_id
-
-
-def _prefill_score(view: WorkerView, query: RouteQuery) -> tuple[bool, int, int, str]:
-    """Smaller is better: alive, tokens to compute before the first one is out, requests held, name."""
-    ahead = view.queued_tokens - query.cached_tokens.get(view.info.worker_id, 0)
-    return view.suspect, ahead, view.report.held + view.sent_requests, view.info.worker_id
+def _best_pair(
+    prefills: Sequence[WorkerView], decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs
+) -> _Score | None:
+    firsts = {view.key: (view, prefill_s(view, query, costs), is_short(view, query)) for view in prefills}
+    ranked = sorted(
+        ((view.suspect, is_short(view, query), decode_s(view, query, costs), view.info.worker_id, view))
+        for view in decoders
+    )
+    best: _Score | None = None
+    seen = 0
+    for suspect, short, answer_s, _, decode in ranked:
+        linked = {(link.worker_id, link.epoch) for link in decode.report.links if link.linked}
+        pairs = [first for key, first in firsts.items() if key in linked]
+        pairs = [first for first in pairs if incompatibility(first[0].info, decode.info) is None]
+        for prefill, first_s, waits in pairs:
+            flows_s = first_s + handover_s(prefill, decode, query, costs)
+            tier = (suspect or prefill.suspect, short or waits)
+            score = _Score(decode, prefill, tier, flows_s, flows_s + answer_s)
+            if best is None or score.rank < best.rank:
+                best = score
+        seen += bool(pairs)
+        if seen == _MOST_DECODERS:
+            break
+    return best

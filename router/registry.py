@@ -17,9 +17,10 @@ import secrets
 import socket
 
 from twinpool.config import Config
+from twinpool.router.costs import EqualCosts
 from twinpool.router.discovery import Discovery
 from twinpool.router.messages import LinkReport, Peer, WorkerInfo
-from twinpool.router.policy import CostModel, Mode, NoRoute, RouteQuery, WorkerKey, WorkerView, choose, incompatibility
+from twinpool.router.policy import Mode, NoRoute, RouteQuery, WorkerKey, WorkerView, choose, incompatibility
 from twinpool.router.worker_session import RouterIdentity, WorkerSession
 from twinpool.rpc import Dialer
 
@@ -126,7 +127,7 @@ class Registry:
     def not_ready_reason(self) -> str:
         """Why a request sent now could not be served; empty when it could."""
         query = RouteQuery(num_tokens=1, mode=self._mode)
-        route = choose(query, self.views(), CostModel(break_even_tokens=0))
+        route = choose(query, self.views(), EqualCosts())
         return route.message if isinstance(route, NoRoute) else ""
 
     def links_of(self, decode: WorkerSession) -> list[LinkReport]:

@@ -30,8 +30,10 @@ from twinpool.config import SessionSection
 from twinpool.errors import ConfigError
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.router import wire
+from twinpool.router.backlog import Backlog
 from twinpool.router.messages import Failure, Output, Peer, Report, Submission, WorkerInfo
-from twinpool.router.policy import WorkerView
+from twinpool.router.prefix_index import PrefixIndex
+from twinpool.router.worker_view import WorkerView
 from twinpool.rpc import PROTOCOL_VERSION, Dialer, Outbox
 
 State = Literal["connecting", "alive", "suspect", "dead", "refused"]
@@ -102,8 +104,9 @@ class WorkerSession:
         self._sinks: dict[int, AttemptSink] = {}
         self._cancelled: OrderedDict[int, None] = OrderedDict()
         self._peers: frozenset[Peer] | None = None
-        self._sent_requests = 0
-        self._sent_tokens = 0
+        self.prefixes = PrefixIndex(0)
+        """What the worker's prefix cache is believed to hold; begins anew with each session."""
+        self._backlog = Backlog()
         self._last_heard = 0.0
 
     @property
@@ -115,27 +118,36 @@ class WorkerSession:
         """The worker as the policy sees it, or None while it is not connected."""
         if self.info is None or not self.usable:
             return None
-        return WorkerView(self.info, self.report, self.state == "suspect", self._sent_requests, self._sent_tokens)
+        sent = self._backlog
+        suspect = self.state == "suspect"
+        return WorkerView(
+            self.info, self.report, suspect, sent.requests, sent.tokens, sent.kv_tokens, self.prefixes.num_known
+        )
 
-    def submit(self, submission: Submission, sink: AttemptSink) -> None:
-        """Starts an attempt; its news go to ``sink`` until it is cancelled, forgotten, failed or the session ends."""
+    def submit(self, submission: Submission, sink: AttemptSink, compute_tokens: int) -> None:
+        """Starts an attempt; its news go to ``sink`` until it is cancelled, forgotten, failed or the session ends.
+
+        ``compute_tokens`` is how many tokens the worker is expected to compute before the first new one.
+        """
         if self._outbox is None:
             sink.on_session_end(f"{self.address} is not connected", crashed=False)
             return
         self._sinks[submission.attempt_id] = sink
-        self._sent_requests += submission.n
-        self._sent_tokens += len(submission.prompt_ids) + len(submission.output_ids)
+        num_tokens = len(submission.prompt_ids) + len(submission.output_ids)
+        self._backlog.sent(submission.attempt_id, submission.n, compute_tokens, num_tokens)
         for message in wire.submit_messages(submission):
             self._outbox.put(message)
 
     def cancel(self, attempt_id: int) -> None:
         """Ends an attempt on the worker and forgets it. Unknown attempts are ignored."""
         if self._sinks.pop(attempt_id, None) is not None:
+            self._backlog.ended(attempt_id)
             self._send_cancel(attempt_id)
 
     def forget(self, attempt_id: int) -> None:
         """Drops the sink of an attempt that the worker itself has ended."""
         self._sinks.pop(attempt_id, None)
+        self._backlog.ended(attempt_id)
         self._remember(attempt_id)
 
     def set_peers(self, peers: frozenset[Peer]) -> None:
@@ -208,7 +220,8 @@ class WorkerSession:
             return refusal
         self.info = info
         self.report = Report(free_blocks=info.num_blocks)
-        self._sent_requests = self._sent_tokens = 0
+        self._backlog = Backlog()
+        self.prefixes = PrefixIndex(info.num_blocks)
         self._last_heard = time.monotonic()
         return ""
 
@@ -238,12 +251,14 @@ class WorkerSession:
             for output in wire.outputs(message.step):
                 sink = self._sinks.get(output.attempt_id)
                 if sink is not None:
+                    if output.token_ids:
+                        self._backlog.computed(output.attempt_id)
                     sink.on_output(output)
                 elif output.finish is None and output.attempt_id not in self._cancelled:
                     self._send_cancel(output.attempt_id)
         elif kind == "report":
             self.report = wire.report(message.report)
-            self._sent_requests = self._sent_tokens = 0
+            self._backlog.reported()
             self._directory.changed(self)
         elif kind == "loaded":
             sink = self._sinks.get(message.loaded.attempt_id)
@@ -251,8 +266,11 @@ class WorkerSession:
                 sink.on_loaded()
         elif kind == "failed":
             sink = self._sinks.pop(message.failed.attempt_id, None)
+            self._backlog.ended(message.failed.attempt_id)
             if sink is not None:
                 sink.on_failed(wire.failure(message.failed))
+        elif kind == "cache":
+            self.prefixes.apply(message.cache.reset, message.cache.stored, message.cache.removed)
 
     async def _tick(self, outbox: Outbox[worker_pb2.SessionRequest]) -> tuple[str, bool]:
         """Sends heartbeats and watches for silence; returns when the worker is dead."""

@@ -85,6 +85,12 @@ class RouterSection(Section):
         None, ge=0, le=65535, description="port for grpc.health.v1 alone, in plain text, for probes; None opens none"
     )
     disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
+    pace_weight: float = Field(
+        0.25,
+        ge=0,
+        description="auto: what a second that running answers lose to a prompt on their decode worker counts against "
+        "a second before a first token",
+    )
     route_hints: bool = Field(
         False, description="take x-twinpool-route (local or remote) from a request's metadata; for measurements"
     )

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from twinpool.router.costs import EqualCosts
+from twinpool.router.line_fit import Line
 from twinpool.router.messages import LinkReport, Report, WorkerInfo
-from twinpool.router.policy import CostModel, NoRoute, Obstacle, Route, RouteQuery, WorkerView, choose
+from twinpool.router.policy import Cause, NoRoute, Obstacle, Route, RouteQuery, WorkerView, choose
 
-COST = CostModel(break_even_tokens=64)
+COST = EqualCosts()
 
 
 def view(role: str, number: int = 0, links: tuple[WorkerView, ...] = (), info: Any = None, **report: Any) -> WorkerView:
@@ -51,8 +53,8 @@ P0, P1 = view("prefill", 0), view("prefill", 1)
 def test_modes() -> None:
     workers = [P0, view("decode", 0, (P0,))]
     assert names(route(workers)) == ("decode-0", "prefill-0")
-    assert names(route(workers, mode="auto")) == ("decode-0", "prefill-0")
-    assert names(route(workers, mode="auto", num_tokens=63)) == ("decode-0", None)
+    assert names(route(workers, mode="auto", num_tokens=1000)) == ("decode-0", "prefill-0")
+    assert names(route(workers, mode="auto", num_tokens=16)) == ("decode-0", None)
     assert names(route(workers, mode="never")) == ("decode-0", None)
 
 
@@ -93,8 +95,73 @@ def test_least_queued_prefill_and_least_loaded_decode() -> None:
     links = (P0, P1)
     workers = [busy, P1, view("decode", 0, links, running=3), view("decode", 1, links, running=1)]
     assert names(route(workers)) == ("decode-1", "prefill-1")
-    cached = route(workers, cached_tokens={"prefill-0": 600})
-    assert names(cached) == ("decode-1", "prefill-0")
+
+
+def test_a_cached_prefix_is_worth_the_time_of_its_tokens() -> None:
+    """Affinity draws a request until the queue there costs more than the tokens saved."""
+    decode = view("decode", 0, (P0, P1))
+    cached = {"prefill-0": 50}  # 800 tokens
+
+    def with_queue(tokens: int) -> tuple[str, str | None]:
+        busy = replace(P0, report=Report(free_blocks=100, queued_tokens=tokens))
+        return names(route([busy, P1, decode], num_tokens=1000, cached_blocks=cached))
+
+    assert with_queue(0) == ("decode-0", "prefill-0")
+    assert with_queue(700) == ("decode-0", "prefill-0")
+    assert with_queue(900) == ("decode-0", "prefill-1")
+
+
+def test_decode_that_has_the_prefix_reads_less() -> None:
+    slow = replace(COST, handover_line=Line(0.01, 1e-3))
+    decoders = [view("decode", 0, (P0,)), view("decode", 1, (P0,))]
+    query = RouteQuery(1000, "always", cached_blocks={"decode-1": 40})
+    assert names(choose(query, [P0, *decoders], slow)) == ("decode-1", "prefill-0")
+    loaded = [decoders[0], view("decode", 1, (P0,), running=7)]
+    assert names(choose(query, [P0, *loaded], slow)) == ("decode-1", "prefill-0")
+    assert names(choose(query, [P0, *loaded], COST)) == ("decode-0", "prefill-0")
+
+
+def test_new_prompts_go_where_they_push_out_nothing() -> None:
+    decode = view("decode", 0, (P0, P1))
+    full = replace(P0, cached_blocks=100)
+    assert names(route([full, P1, decode], num_tokens=500)) == ("decode-0", "prefill-1")
+    assert names(route([P0, P1, decode], num_tokens=500)) == ("decode-0", "prefill-0")
+
+
+def test_auto_weighs_the_queue_of_prefill_against_the_pace_of_decode() -> None:
+    idle, busy = P0, replace(P0, report=Report(free_blocks=100, queued_tokens=3000))
+    quiet, crowded = view("decode", 0, (P0,)), view("decode", 0, (P0,), running=7)
+    ask = {"mode": "auto", "num_tokens": 1000}
+    assert names(route([idle, quiet], **ask)) == ("decode-0", "prefill-0")
+    assert names(route([busy, quiet], **ask)) == ("decode-0", None)
+    assert names(route([replace(busy, report=Report(free_blocks=100, queued_tokens=1000)), crowded], **ask))[1]
+    cached = {"decode-0": 60}  # decode has nearly all of it: nothing is read and little is computed
+    decision = route([idle, quiet], **ask, cached_blocks=cached)
+    assert names(decision) == ("decode-0", None)
+    assert isinstance(decision, Route)
+    assert decision.cause is Cause.CHEAPER
+    assert decision.compute_tokens == 1000 - 960
+    assert "40 of 1000 tokens" in decision.reason
+
+
+def test_auto_never_takes_what_a_filter_excludes() -> None:
+    """However cheap the pair would be: barred, draining, unlinked or unlike workers are not in the comparison."""
+    free = replace(COST, handover_line=Line(0.0, 0.0), prefill_line=Line(0.0, 1.0))
+    query = RouteQuery(1000, "auto")
+    assert names(choose(query, [P0, view("decode", 0, (P0,))], free))[1] == "prefill-0"
+    draining = replace(P0, report=Report(free_blocks=100, draining=True))
+    for workers in (
+        [draining, view("decode", 0, (P0,))],
+        [P0, view("decode", 0)],
+        [P0, view("decode", 0, (P0,), info={"revision": "r2"})],
+        [view("prefill", 0, info={"num_blocks": 10}), view("decode", 0, (P0,))],
+    ):
+        decision = choose(query, workers, free)
+        assert names(decision)[1] is None
+        assert isinstance(decision, Route)
+        assert decision.cause is Cause.NO_PREFILL
+    barred = replace(query, barred=frozenset({P0.key}))
+    assert names(choose(barred, [P0, view("decode", 0, (P0,))], free))[1] is None
 
 
 def test_what_was_sent_since_the_report_counts() -> None:
