@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from twinpool.engine.plan import ScheduledRequest
+from twinpool.engine.table_rows import ShortTable, TableRows
 from twinpool.kernels.host_copy import to_device
 from twinpool.kernels.interface import AttentionBatch
 
@@ -89,31 +90,79 @@ class PromptRows:
     token_ids: Sequence[int]
 
 
-def build_batch(
-    scheduled: Sequence[ScheduledRequest], *, block_size: int, num_blocks: int, vocab_size: int
-) -> HostBatch:
-    """Flattens the step's requests.
+class BatchBuilder:
+    """Flattens the steps of one executor; what a step has in common with earlier ones is kept (``TableRows``)."""
 
-    Raises:
-        ValueError: a request without blocks for its tokens, a block id outside ``[1, num_blocks)``, or a token id
-            outside the vocabulary. Nothing was written.
-    """
-    starts = np.fromiter((s.request.num_computed_tokens for s in scheduled), np.int64, len(scheduled))
-    lengths = np.fromiter((s.num_tokens for s in scheduled), np.int64, len(scheduled))
-    query_start_loc = np.zeros(len(scheduled) + 1, np.int64)
-    np.cumsum(lengths, out=query_start_loc[1:])
-    seq_lens = starts + lengths
-    num_tokens = int(query_start_loc[-1])
-    input_ids = _input_ids(scheduled, num_tokens, vocab_size)
-    tables = _block_tables(scheduled, seq_lens, block_size, num_blocks)
-    rows = np.arange(num_tokens, dtype=np.int64)
-    positions = rows - np.repeat(query_start_loc[:-1] - starts, lengths)
-    requests = np.repeat(np.arange(len(scheduled)), lengths)
-    slots = tables[requests, positions // block_size] * block_size + positions % block_size
-    new_blocks = slots[slots % block_size == 0] // block_size
-    sample_rows = _sample_rows(scheduled, query_start_loc)
-    parts = (input_ids, positions, slots, query_start_loc, seq_lens, tables.ravel(), new_blocks, sample_rows)
-    return HostBatch(np.concatenate(parts), tuple(part.size for part in parts))
+    def __init__(self, *, block_size: int, num_blocks: int, vocab_size: int) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._tables = TableRows(num_blocks)
+
+    def build(self, scheduled: Sequence[ScheduledRequest]) -> HostBatch:
+        """Flattens the step's requests.
+
+        Raises:
+            ValueError: a request without blocks for its tokens, a block id outside ``[1, num_blocks)``, or a token id
+                outside the vocabulary. Nothing was written.
+        """
+        # One pass: what costs is to touch each request, cold after a forward pass, more than once.
+        starts: list[int] = []
+        lengths: list[int] = []
+        ids: list[int] = []
+        table_rows: list[int] = []
+        sample_rows: list[int] = []
+        num_tokens = 0
+        for item in scheduled:
+            request, length = item.request, item.num_tokens
+            start = request.num_computed_tokens
+            starts.append(start)
+            lengths.append(length)
+            num_tokens += length
+            if length == 1:
+                ids.append(request.token(start))
+            else:
+                ids += request.tokens(start, start + length - item.num_drafts)
+                ids += request.draft_ids[: item.num_drafts]
+            if item.samples:
+                sample_rows += range(num_tokens - 1 - item.num_drafts, num_tokens)
+            table_rows.append(self._tables.row(request))
+        input_ids = self._checked(ids, num_tokens)
+        positions = seq_starts = np.array(starts, np.int64)
+        counts = np.array(lengths, np.int64)
+        query_start_loc = np.zeros(len(scheduled) + 1, np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        seq_lens = seq_starts + counts
+        try:
+            tables = self._tables.gather(table_rows, -(-seq_lens // self._block_size))
+        except ShortTable as error:
+            raise ValueError(f"attempt {scheduled[error.index].request.attempt_id:x} {error}") from None
+        requests = np.arange(len(scheduled))
+        if num_tokens > len(scheduled):
+            requests = np.repeat(requests, counts)
+            positions = np.arange(num_tokens) - np.repeat(query_start_loc[:-1] - seq_starts, counts)
+        blocks = positions // self._block_size
+        offsets = positions - blocks * self._block_size
+        block_ids = tables[requests, blocks]
+        parts = (
+            input_ids,
+            positions,
+            block_ids * self._block_size + offsets,
+            query_start_loc,
+            seq_lens,
+            tables.ravel(),
+            block_ids[offsets == 0],
+            np.array(sample_rows, np.int64),
+        )
+        return HostBatch(np.concatenate(parts), tuple(part.size for part in parts))
+
+    def _checked(self, ids: list[int], num_tokens: int) -> Int64:
+        if len(ids) != num_tokens:
+            raise ValueError(f"the step schedules {num_tokens} tokens, but its requests have {len(ids)} of them")
+        array = np.array(ids, np.int64)
+        if num_tokens and (array.min() < 0 or array.max() >= self._vocab_size):
+            bad = array[(array < 0) | (array >= self._vocab_size)][0]
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self._vocab_size}")
+        return array
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[PromptRows]:
@@ -129,52 +178,3 @@ def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[PromptRows]:
                 wanted.append(PromptRows(index, row, row + end - first, request.tokens(first + 1, end + 1)))
         row += item.num_tokens
     return wanted
-
-
-def _input_ids(scheduled: Sequence[ScheduledRequest], num_tokens: int, vocab_size: int) -> Int64:
-    ids: list[int] = []
-    for item in scheduled:
-        request = item.request
-        start = request.num_computed_tokens
-        if item.num_tokens == 1:
-            ids.append(request.token(start))
-            continue
-        ids += request.tokens(start, start + item.num_tokens - item.num_drafts)
-        ids += request.draft_ids[: item.num_drafts]
-    if len(ids) != num_tokens:
-        raise ValueError(f"the step schedules {num_tokens} tokens, but its requests have {len(ids)} of them")
-    array = np.array(ids, np.int64)
-    if num_tokens and (array.min() < 0 or array.max() >= vocab_size):
-        bad = array[(array < 0) | (array >= vocab_size)][0]
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
-    return array
-
-
-def _block_tables(scheduled: Sequence[ScheduledRequest], seq_lens: Int64, block_size: int, num_blocks: int) -> Int64:
-    counts = -(-seq_lens // block_size)
-    tables = np.zeros((len(scheduled), int(counts.max(initial=1))), np.int64)
-    ids: list[int] = []
-    for item, count in zip(scheduled, counts.tolist(), strict=True):
-        block_ids = item.request.block_ids
-        if len(block_ids) < count:
-            raise ValueError(
-                f"attempt {item.request.attempt_id:x} needs {count} blocks for its tokens and has {len(block_ids)}"
-            )
-        ids += block_ids[:count]
-    # One conversion and one scatter for all rows: per row they cost more than the rest of the batch.
-    used = np.arange(tables.shape[1]) < counts[:, None]
-    tables[used] = np.array(ids, np.int64)
-    outside = used & ((tables < 1) | (tables >= num_blocks))
-    if outside.any():
-        attempt = scheduled[int(outside.any(axis=1).argmax())].request.attempt_id
-        raise ValueError(f"attempt {attempt:x} has a block id outside [1, {num_blocks})")
-    return tables
-
-
-def _sample_rows(scheduled: Sequence[ScheduledRequest], query_start_loc: Int64) -> Int64:
-    ends = query_start_loc[1:].tolist()
-    rows: list[int] = []
-    for item, end in zip(scheduled, ends, strict=True):
-        if item.samples:
-            rows.extend(range(end - 1 - item.num_drafts, end))
-    return np.array(rows, np.int64)

@@ -59,7 +59,7 @@ class BlockTables:
 
     def commit(self, request: Request) -> None:
         """Offers full blocks of computed tokens to the prefix cache. Drafts are never in: only known tokens count."""
-        if not self._caching:
+        if not self._caching or request.num_computed_tokens < (request.num_cached_blocks + 1) * self.block_size:
             return
         full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if full <= request.num_cached_blocks:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from twinpool.engine.batch import HostBatch, PromptRows, build_batch, prompt_rows
+from twinpool.engine.batch import BatchBuilder, HostBatch, PromptRows, prompt_rows
 from twinpool.engine.channel import Channel
 from twinpool.engine.errors import DoesNotFit, RanksLost
 from twinpool.engine.followers import FollowerMarks, Followers, NoFollowers
@@ -90,6 +90,9 @@ class ModelExecutor:
         self._sampler = sampler
         self._vocab_size = config.vocab_size
         self._num_blocks = rank.runner.cache.num_blocks
+        self._batches = BatchBuilder(
+            block_size=rank.runner.cache.block_size, num_blocks=self._num_blocks, vocab_size=config.vocab_size
+        )
         places = [rank.parallel.at(number) for number in range(rank.parallel.size)]
         self._rank_layers = [place.layers(config.num_layers) for place in places]
         self._followers = FollowerMarks(followers)
@@ -129,7 +132,12 @@ class ModelExecutor:
         rank = self._rank
         if rank is None:
             raise RuntimeError("the executor is closed")
-        batch, refused = self._build(rank, plan)
+        batch: HostBatch | None = None
+        refused: ValueError | None = None
+        try:
+            batch = self._batches.build(plan.scheduled) if plan.scheduled else None
+        except ValueError as error:
+            refused = error
         rows = [] if refused else list(_chunks(prompt_rows(plan.scheduled)))
         prompt_ranges = [(chunk.start, chunk.end) for chunk in rows]
         step = RankStep(plan.copies, batch, layer_groups, on_layers is not None, prompt_ranges)
@@ -167,11 +175,11 @@ class ModelExecutor:
         if rank is None:
             raise RuntimeError("the executor is closed")
         flight = self._flights.popleft()
-        result = StepResult([Sampled() for _ in flight.plan.scheduled])
+        sampled: list[Sampled] = []
         if flight.hidden is not None and flight.written is not None:
             logits = self._logits(rank, flight.step, flight.hidden)
             try:
-                self._sample(flight.plan, flight.rows, logits, result)
+                sampled = self._sample(flight.plan, flight.rows, logits)
             except RanksLost:
                 raise
             except Exception as error:  # noqa: BLE001 - raised below, when all ranks are done with the step
@@ -182,24 +190,7 @@ class ModelExecutor:
             await_event(flight.written)
         if flight.error is not None:
             raise flight.error
-        return result
-
-    def _build(self, rank: Rank, plan: StepPlan) -> tuple[HostBatch | None, ValueError | None]:
-        if not plan.scheduled:
-            return None, None
-        block_size = rank.runner.cache.block_size
-        try:
-            return (
-                build_batch(
-                    plan.scheduled,
-                    block_size=block_size,
-                    num_blocks=self._num_blocks,
-                    vocab_size=self._vocab_size,
-                ),
-                None,
-            )
-        except ValueError as error:
-            return None, error
+        return StepResult(sampled)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -232,19 +223,22 @@ class ModelExecutor:
                 logits = parallel.results.receive((count, self._vocab_size), torch.float32, source)
             yield logits
 
-    def _sample(
-        self, plan: StepPlan, rows: Sequence[PromptRows], logits: Iterator[torch.Tensor], result: StepResult
-    ) -> None:
+    def _sample(self, plan: StepPlan, rows: Sequence[PromptRows], logits: Iterator[torch.Tensor]) -> list[Sampled]:
+        """One per scheduled request."""
         sampling = [index for index, item in enumerate(plan.scheduled) if item.samples]
+        sampled: list[Sampled] = []
         if sampling and (sampled_logits := next(logits, None)) is not None:
             scheduled = [plan.scheduled[index] for index in sampling]
             allowed = [plan.allowed.get(index) for index in sampling]
-            for index, sampled in zip(sampling, self._sampler.sample(sampled_logits, scheduled, allowed), strict=True):
-                result.sampled[index] = sampled
+            sampled = self._sampler.sample(sampled_logits, scheduled, allowed)
+        if len(sampled) < len(plan.scheduled):
+            by_index = dict(zip(sampling, sampled, strict=False))
+            sampled = [by_index.get(index) or Sampled() for index in range(len(plan.scheduled))]
         for chunk, chunk_logits in zip(rows, logits, strict=True):
             top = plan.scheduled[chunk.index].request.sampling.prompt_logprobs or 0
             logprobs = self._sampler.prompt_logprobs(chunk_logits, chunk.token_ids, top)
-            result.sampled[chunk.index].prompt_logprobs += logprobs
+            sampled[chunk.index].prompt_logprobs += logprobs
+        return sampled
 
 
 def _chunks(rows: Sequence[PromptRows]) -> Iterator[PromptRows]:

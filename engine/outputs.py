@@ -37,7 +37,8 @@ class OutputCollector:
             output = RequestOutput(request.origin, request.attempt_id, choice, index, [])
             self._outputs[key] = output
         output.token_ids += token_ids
-        output.logprobs += logprobs
+        if logprobs:
+            output.logprobs = [*output.logprobs, *logprobs]
         if ending is not None:
             output.finish = ending.reason
             output.stop_token_id = ending.stop_token_id
@@ -50,7 +51,7 @@ class OutputCollector:
 
     def prompt(self, request: Request, logprobs: Sequence[TokenLogprob]) -> None:
         """Log probabilities of the prompt, beside the first token of the request's own choice."""
-        self._outputs[request.attempt_id, request.choice].prompt_logprobs += logprobs
+        self._outputs[request.attempt_id, request.choice].prompt_logprobs = logprobs
 
     def fail(self, request: Request, code: FailureCode, message: str, field: str = "") -> None:
         """The attempt ends without finishing; what the step already said of its tokens stays."""

@@ -12,13 +12,14 @@ from twinpool.engine.ports import ReadyEvent
 from twinpool.engine.request import Request, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
     """``request`` computes positions ``[request.num_computed_tokens, +num_tokens)`` of prompt + output + draft.
 
     ``samples`` is true when the last of them is the last known token (no sample for a partial prompt chunk).
     ``num_samples`` is above 1 only for the first token of a request with several choices: one sample per choice.
-    ``num_drafts`` of the positions, at the end, are draft tokens to be verified.
+    ``num_drafts`` of the positions, at the end, are draft tokens to be verified. Not frozen, which would make one per
+    request and step cost three times as much; nobody changes it.
     """
 
     request: Request

@@ -27,8 +27,8 @@ class RequestOutput:
     choice: int
     index: int
     token_ids: list[int]
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     stats: RequestStats | None = None

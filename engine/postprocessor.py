@@ -99,8 +99,11 @@ class Postprocessor:
 
     def _apply(self, entry: ScheduledRequest, sampled: Sampled, now: float) -> None:
         request = entry.request
-        if not request.is_decoding:
-            request.stats.computed_tokens += entry.num_tokens
+        if request.is_decoding:
+            self._scheduler.advance(entry, len(sampled.token_ids))
+            self._append(request, sampled, now)
+            return
+        request.stats.computed_tokens += entry.num_tokens
         if request.num_computed_tokens == 0:
             request.prompt_logprobs = []
         if request.num_new_outputs == 0:
@@ -154,16 +157,22 @@ class Postprocessor:
 
     def _append(self, request: Request, sampled: Sampled, now: float) -> None:
         """Tokens of a generating request; those after its end are dropped."""
-        index = len(request.output_ids)
+        output_ids, token_ids = request.output_ids, sampled.token_ids
+        index = num_outputs = len(output_ids)
+        num_tokens = request.num_tokens
         ending: Ending | None = None
-        for token_id in sampled.token_ids:
-            request.output_ids.append(token_id)
-            ending = self._ending(request, token_id, len(request.output_ids), request.num_tokens)
+        for token_id in token_ids:
+            output_ids.append(token_id)
+            num_outputs += 1
+            num_tokens += 1
+            ending = self._ending(request, token_id, num_outputs, num_tokens)
             if ending is not None:
+                token_ids = output_ids[index:]
                 break
-            self._accept(request, token_id)
-        token_ids = request.output_ids[index:]
-        self._outputs.tokens(request, request.choice, index, token_ids, sampled.logprobs[: len(token_ids)], ending)
+            if request.constraint is not None:
+                self._accept(request, token_id)
+        logprobs = sampled.logprobs and sampled.logprobs[: len(token_ids)]
+        self._outputs.tokens(request, request.choice, index, token_ids, logprobs, ending)
         self._scheduler.tables.commit(request)
         if ending is not None:
             self._attempts.finish(request, now)

@@ -33,6 +33,8 @@ from twinpool.engine.retirement import Retirement
 from twinpool.engine.step_budget import StepBudget
 from twinpool.engine.waiting_queue import WaitingQueue, rank
 
+_Chosen = dict[Request, ScheduledRequest]
+
 
 class Blocker(enum.Enum):
     """What a submitted request waits for before it joins the queue."""
@@ -65,6 +67,8 @@ class Scheduler:
         self.preempted_last = False
         self.num_preemptions = 0
         self._starved = False
+        self._prompts: list[Request] = []
+        """Running requests that the last step found catching up."""
         self.faults: list[tuple[Request, str]] = []
         """Requests whose grammar failed in ``schedule``, and why: left out of the plan, for the engine to end."""
         self._config = config
@@ -105,20 +109,19 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Plans a step; with nothing to compute the plan is empty, is not launched, and keeps the last number."""
         decoding: list[Request] = []
-        prompts: list[Request] = []
-        num_busy_decoding = num_busy_prompts = 0
+        self._prompts = []
+        num_decoding = 0
         retired = self._steps.retired
         for request in self.running:
+            if not request.is_decoding:
+                self._prompts.append(request)
+                continue
+            num_decoding += 1
             if request.last_step <= retired:
-                (decoding if request.is_decoding else prompts).append(request)
-            elif request.is_decoding:
-                num_busy_decoding += 1
-            else:
-                num_busy_prompts += 1
-        num_decoding = len(decoding) + num_busy_decoding
+                decoding.append(request)
         del decoding[self._share(num_decoding) :]
-        num_prompts = self._share(len(prompts) + num_busy_prompts + len(self.waiting))
-        del prompts[num_prompts:]
+        num_prompts = self._share(len(self._prompts) + len(self.waiting))
+        prompts = [request for request in self._prompts if request.last_step <= retired][:num_prompts]
         total = self._config.max_num_batched_tokens
         budget = StepBudget(
             tokens=total,
@@ -126,15 +129,18 @@ class Scheduler:
             drafts=total - len(decoding),
             admissions=num_prompts - len(prompts),
         )
-        chosen: dict[Request, ScheduledRequest] = {}
+        chosen: _Chosen = {}
         self.preempted_last = False
         self._starved = False
         self.faults = []
         if self._speculation is not None:
             self._speculation.begin_step(len(decoding))
-        for request in [*decoding, *prompts]:
+        for request in decoding:
             if request.state is RequestState.RUNNING:
-                self._continue(request, budget, chosen, now)
+                self._generate(request, budget, chosen, now)
+        for request in prompts:
+            if request.state is RequestState.RUNNING:
+                self._compute(request, budget, chosen, now)
         if len(self.waiting) and not (self.preempted_last or self._starved):
             self._admit(budget, chosen, now)
         return self._launch(chosen, now)
@@ -148,7 +154,7 @@ class Scheduler:
             request.num_computed_tokens -= entry.num_drafts - accepted
             request.stats.draft_tokens += entry.num_drafts
             request.stats.accepted_tokens += accepted
-        request.draft_ids = []
+            request.draft_ids = []
 
     def retire(self, plan: StepPlan, failed: bool = False) -> None:
         """No rank writes for ``plan`` any more: deferred blocks are freed. Steps retire in order."""
@@ -211,7 +217,8 @@ class Scheduler:
     def queued_tokens(self) -> int:
         """Prompt tokens that wait to be computed here or are being computed."""
         blocked = sum(self._work(request) for request in self.blocked)
-        running = sum(r.num_tokens - r.num_computed_tokens for r in self.running if not r.is_decoding)
+        prompts = [r for r in self._prompts if r.state is RequestState.RUNNING and not r.is_decoding]
+        running = sum(request.num_tokens - request.num_computed_tokens for request in prompts)
         return self.waiting.num_tokens + blocked + running
 
     def _enqueue(self, request: Request, resumed: bool) -> None:
@@ -239,30 +246,42 @@ class Scheduler:
     def _growth(self, request: Request) -> int:
         return 0 if self._policy.holds(request) else self._width(request)
 
-    def _continue(
-        self, request: Request, budget: StepBudget, chosen: dict[Request, ScheduledRequest], now: float
-    ) -> None:
-        decoding = request.is_decoding
-        num = min(request.num_tokens - request.num_computed_tokens, budget.tokens)
-        if not decoding:
-            num = min(num, self._config.prefill_chunk, budget.prompt)
-        if num <= 0:
+    def _generate(self, request: Request, budget: StepBudget, chosen: _Chosen, now: float) -> None:
+        """One token more, and drafts. The path of most requests in most steps."""
+        if budget.tokens < 1 or not self._make_room(request, request.num_computed_tokens + 1, budget, chosen, now):
             return
-        while not self.tables.can_allocate(request, request.num_computed_tokens + num):
+        if self._speculation is None:
+            budget.tokens -= 1
+            chosen[request] = ScheduledRequest(request, 1, True)
+            return
+        request.draft_ids = drafts = self._draft(request, budget)
+        entry = chosen[request] = ScheduledRequest(request, 1 + len(drafts), True, 1, len(drafts))
+        budget.spend(entry, decoding=True)
+
+    def _compute(self, request: Request, budget: StepBudget, chosen: _Chosen, now: float) -> None:
+        """The next chunk of known tokens."""
+        left = request.num_tokens - request.num_computed_tokens
+        num = min(left, budget.tokens, self._config.prefill_chunk, budget.prompt)
+        if num > 0 and self._make_room(request, request.num_computed_tokens + num, budget, chosen, now):
+            self._choose(request, num, budget, chosen)
+
+    def _make_room(self, request: Request, num_tokens: int, budget: StepBudget, chosen: _Chosen, now: float) -> bool:
+        """Grows the table to ``num_tokens`` tokens, at the expense of others or, failing that, of the request."""
+        if num_tokens <= len(request.block_ids) * self.tables.block_size:
+            return True
+        while not self.tables.can_allocate(request, num_tokens):
             victim = max((r for r in self.running if not self._policy.holds(r)), key=rank)
             if self._steps.in_flight(victim):
                 self._starved = True
-                return
+                return False
             entry = chosen.pop(victim, None)
             if entry is not None:
                 budget.spend(entry, victim.is_decoding, sign=-1)
             self._preempt(victim, now)
             if victim is request:
-                return
-        self.tables.grow(request, request.num_computed_tokens + num)
-        drafts = self._draft(request, budget) if decoding else []
-        request.draft_ids = drafts
-        self._choose(request, num + len(drafts), len(drafts), decoding, budget, chosen)
+                return False
+        self.tables.grow(request, num_tokens)
+        return True
 
     def _draft(self, request: Request, budget: StepBudget) -> list[int]:
         """Drafts that fit tokens, limits and, without preempting or starving anyone, blocks."""
@@ -281,7 +300,7 @@ class Scheduler:
             return drafts
         return drafts[: len(request.block_ids) * self.tables.block_size - request.num_tokens]
 
-    def _admit(self, budget: StepBudget, chosen: dict[Request, ScheduledRequest], now: float) -> None:
+    def _admit(self, budget: StepBudget, chosen: _Chosen, now: float) -> None:
         occupied = [*self.running, *self.loading.values()]
         seats = sum(self._width(request) for request in occupied)
         growth = sum(self._growth(request) for request in occupied)
@@ -295,9 +314,7 @@ class Scheduler:
             seats += self._width(request)
             growth += self._growth(request)
 
-    def _start(
-        self, request: Request, headroom: int, budget: StepBudget, chosen: dict[Request, ScheduledRequest], now: float
-    ) -> bool:
+    def _start(self, request: Request, headroom: int, budget: StepBudget, chosen: _Chosen, now: float) -> bool:
         """Admits the head if its blocks and at least one token fit."""
         block_size = self.tables.block_size
         remote = self._is_remote(request)
@@ -327,24 +344,16 @@ class Scheduler:
             return True
         request.set_state(RequestState.RUNNING, now)
         self.running.append(request)
+        self._prompts.append(request)
         self._exporter.admitted(request, len(hits))
-        self._choose(request, num, 0, request.is_decoding, budget, chosen)
+        self._choose(request, num, budget, chosen)
         return True
 
-    def _choose(
-        self,
-        request: Request,
-        num_tokens: int,
-        num_drafts: int,
-        decoding: bool,
-        budget: StepBudget,
-        chosen: dict[Request, ScheduledRequest],
-    ) -> None:
-        samples = request.num_computed_tokens + num_tokens - num_drafts == request.num_tokens
+    def _choose(self, request: Request, num_tokens: int, budget: StepBudget, chosen: _Chosen) -> None:
+        samples = request.num_computed_tokens + num_tokens == request.num_tokens
         num_samples = request.sampling.n if samples and request.num_new_outputs == 0 else 1
-        entry = ScheduledRequest(request, num_tokens, samples, num_samples, num_drafts)
-        budget.spend(entry, decoding)
-        chosen[request] = entry
+        entry = chosen[request] = ScheduledRequest(request, num_tokens, samples, num_samples)
+        budget.spend(entry, decoding=False)
 
     def _preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
@@ -357,7 +366,7 @@ class Scheduler:
         self._enqueue(request, resumed=True)
         self.preempted_last = True
 
-    def _launch(self, chosen: dict[Request, ScheduledRequest], now: float) -> StepPlan:
+    def _launch(self, chosen: _Chosen, now: float) -> StepPlan:
         self._steps.drop_dead_copies()
         allowed = self._masks(chosen)
         if not chosen:
@@ -366,11 +375,11 @@ class Scheduler:
         plan = StepPlan(step, list(chosen.values()), copies)
         for index, request in enumerate(chosen):
             request.launched(step, now)
-            if request in allowed:
+            if allowed and request in allowed:
                 plan.allowed[index] = allowed[request]
         return plan
 
-    def _masks(self, chosen: dict[Request, ScheduledRequest]) -> dict[Request, torch.Tensor]:
+    def _masks(self, chosen: _Chosen) -> dict[Request, torch.Tensor]:
         """Bitmasks of those that sample under a constraint; those whose constraint fails leave ``chosen``."""
         allowed: dict[Request, torch.Tensor] = {}
         if self._grammars is None:

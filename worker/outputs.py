@@ -14,7 +14,7 @@ from twinpool.engine.request import FailureCode
 from twinpool.proto import worker_pb2
 from twinpool.rpc import Outbox
 from twinpool.worker.cache_feed import CacheFeed
-from twinpool.worker.translate import FAILURE_TO_PROTO, failure_to_proto, logprobs_to_proto, output_to_proto
+from twinpool.worker.translate import FAILURE_TO_PROTO, add_output, failure_to_proto, logprobs_to_proto
 
 PROMPT_LOGPROBS_PER_MESSAGE = 128
 STEP_BYTES = 48 << 10
@@ -40,17 +40,14 @@ class Mailbox:
         last.step.step = step
         known = {(output.attempt_id, output.choice): output for output in last.step.outputs}
         for output in outputs:
-            message = output_to_proto(output)
-            size += message.ByteSize() if output.logprobs else 128 + 5 * len(output.token_ids)
+            size += 128 + 5 * len(output.token_ids) + sum(32 + 16 * len(item.top) for item in output.logprobs)
             if size > STEP_BYTES:
                 last, size, known = self._new_step(), 0, {}
                 last.step.step = step
-            earlier = known.get((output.attempt_id, output.choice))
-            if earlier is not None and earlier.index + len(earlier.token_ids) == message.index:
-                message.index = earlier.index
-                earlier.MergeFrom(message)
-            else:
-                last.step.outputs.append(message)
+            message = known.get((output.attempt_id, output.choice)) if known else None
+            if message is None or message.index + len(message.token_ids) != output.index:
+                message = last.step.outputs.add(attempt_id=output.attempt_id, choice=output.choice, index=output.index)
+            add_output(message, output)
             if output.prompt_logprobs:
                 self._add_prompt_logprobs(step, output)
             if output.finish is not None or (final_on_first and output.token_ids):

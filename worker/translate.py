@@ -101,15 +101,11 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.To
     return [logprob_to_proto(logprob) for logprob in logprobs]
 
 
-def output_to_proto(output: RequestOutput) -> worker_pb2.AttemptOutput:
-    """One choice's new tokens, without prompt log probabilities (they travel in pieces)."""
-    message = worker_pb2.AttemptOutput(
-        attempt_id=output.attempt_id,
-        choice=output.choice,
-        index=output.index,
-        token_ids=output.token_ids,
-        logprobs=logprobs_to_proto(output.logprobs),
-    )
+def add_output(message: worker_pb2.AttemptOutput, output: RequestOutput) -> None:
+    """Appends one choice's new tokens, without prompt log probabilities (they travel in pieces)."""
+    message.token_ids.extend(output.token_ids)
+    if output.logprobs:
+        message.logprobs.extend(logprobs_to_proto(output.logprobs))
     if output.finish is not None:
         message.finish_reason = FINISH_TO_PROTO[output.finish]
     if output.stop_token_id is not None:
@@ -136,7 +132,6 @@ def output_to_proto(output: RequestOutput) -> worker_pb2.AttemptOutput:
                 schedule_s=stats.schedule_s,
             )
         )
-    return message
 
 
 def failure_to_proto(failure: RequestFailure) -> worker_pb2.Failed:

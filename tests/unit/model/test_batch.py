@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twinpool.engine.batch import build_batch, prompt_rows
+from twinpool.engine.batch import BatchBuilder, prompt_rows
 from twinpool.engine.plan import ScheduledRequest
 from twinpool.engine.request import Request, SamplingParams, StopParams
 
@@ -17,7 +17,8 @@ def make(prompt: list[int], blocks: list[int], prompt_logprobs: int | None = Non
 
 
 def build(scheduled, block_size=4, num_blocks=32, vocab_size=100):
-    return build_batch(scheduled, block_size=block_size, num_blocks=num_blocks, vocab_size=vocab_size).on(CPU)
+    builder = BatchBuilder(block_size=block_size, num_blocks=num_blocks, vocab_size=vocab_size)
+    return builder.build(scheduled).on(CPU)
 
 
 def test_golden_vector_of_three_prompts_and_their_first_decode():

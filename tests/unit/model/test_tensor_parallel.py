@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiny_models import FAMILIES
-from twinpool.engine.batch import build_batch
+from twinpool.engine.batch import BatchBuilder
 from twinpool.engine.checkpoint import Checkpoint
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.loader import load
@@ -70,9 +70,10 @@ def run_rank(folder, prompt, parallel):
     )
     runner = ModelRunner(model, KVCache(torch.zeros(8 * layout.block_bytes, dtype=torch.uint8), layout), CPU)
     request = Request(1, prompt, SamplingParams(), StopParams(1), block_ids=[3, 1, 6])
+    builder = BatchBuilder(block_size=8, num_blocks=8, vocab_size=config.vocab_size)
     for num_tokens in (11, len(prompt) - 11):
         scheduled = [ScheduledRequest(request, num_tokens, False)]
-        batch = build_batch(scheduled, block_size=8, num_blocks=8, vocab_size=config.vocab_size).on(CPU)
+        batch = builder.build(scheduled).on(CPU)
         hidden = runner.forward(batch)
         request.num_computed_tokens += num_tokens
     return runner.logits(hidden), runner.cache.blocks
