@@ -113,6 +113,8 @@ class PrefillLink:
                 reason = error_from_rpc(error).message
             except TwinpoolError as error:
                 reason = error.message
+            except ValueError as error:  # it says what has no place in a session
+                reason = str(error)
             reason = self._given_up or reason  # the end of the session is only what follows
             if self._state.linked:
                 backoff = 0.05

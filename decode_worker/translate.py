@@ -72,6 +72,8 @@ def _first(first: kv_pb2.FirstToken) -> First:
     if first.HasField("logprob"):
         top = tuple((item.token_id, item.logprob) for item in first.logprob.top)
         logprob = (first.logprob.logprob, first.logprob.rank, top)
+    if first.finish_reason not in _FINISH:
+        raise ValueError(f"a prefill worker ended a choice with {first.finish_reason}; run equal versions")
     return First(first.choice, first.token_id, _FINISH[first.finish_reason], logprob)
 
 

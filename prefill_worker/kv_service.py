@@ -18,7 +18,7 @@ from functools import partial
 import grpc.aio
 
 from twinpool.config import SessionSection
-from twinpool.errors import Unavailable
+from twinpool.errors import TwinpoolError, Unavailable
 from twinpool.kv_transfer.connectors.base import ConnectorError
 from twinpool.kv_transfer.holds import HoldTable
 from twinpool.kv_transfer.links import RankEndpoint
@@ -137,7 +137,7 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
             log.debug("%s closed the stream", peer)
         except TimeoutError:
             log.warning("no sign of life from %s, its holds end", peer)
-        except ValueError as error:
+        except (TwinpoolError, ValueError) as error:
             log.warning("session with %s ends: %s", peer, error)
         except (grpc.RpcError, grpc.aio.BaseError) as error:
             log.info("session with %s broke: %s", peer, error)

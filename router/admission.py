@@ -1,13 +1,16 @@
 """The router's one admission budget, and the order in which requests start.
 
 1. ``admit``, before anything is tokenised: refuses while draining, over ``max_queued``, over a limit of the caller's
-   key, or when the estimated queue time exceeds the request's deadline or ``max_queue_s``. Else a ``Ticket``.
+   key, or when by estimate the request would wait longer than ``max_queue_s`` or not end by its deadline. Else a
+   ``Ticket``.
 2. ``Ticket.turn`` waits in the fair queue until the pools have room: a slot in the decode batches (a quarter more than
    there are, since some requests are still in prefill) and, until its first token, room in the prefill window. What
-   waits in workers is thereby little, and the fair queue decides.
+   waits in workers is thereby little, and the fair queue decides. A caller that uses less than its share of the slots
+   does not wait for one: its first token needs none. What could not end by its deadline any more is refused instead of
+   started.
 3. ``Ticket.first_token`` gives the room in the prefill window back, ``Ticket.release`` the rest. The flow calls both.
 
-One caller cannot fill the budget or the slots alone: it may hold at most eight times what is left free.
+One key cannot fill the budget or the slots alone: it may hold at most eight times what it leaves free.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ _FIRST_ANSWER = 128.0
 """Tokens expected of an answer before any has ended."""
 _IN_PREFILL = 1.25
 _SHARE = 8
+_CAUTION = 1.25
+"""What estimates of waiting are multiplied by: a late refusal is worse than an early one."""
+_OVERFULL = 2
+"""All slots may be taken so many times, where keys start that use less than their share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +89,13 @@ class _Account:
 class Ticket:
     """A place in the budget; released once."""
 
-    def __init__(self, admission: Admission, account: _Account, priority: int) -> None:
+    def __init__(self, admission: Admission, account: _Account, priority: int, deadline: float | None) -> None:
         self._admission = admission
         self.account = account
         self.priority = priority
+        self.deadline = deadline
+        self.max_tokens = 0
+        self.enqueued = self.started = 0.0
         self.entry: Entry | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.prompt_tokens = 0
@@ -95,10 +105,14 @@ class Ticket:
         self._released = False
 
     async def turn(self, prompt_tokens: int, max_tokens: int, choices: int) -> None:
-        """Returns when the request may start, or when the ticket was released meanwhile."""
+        """Returns when the request may start, or when the ticket was released meanwhile.
+
+        Raises:
+            Overloaded: the turn came so late that the request would not end by its deadline.
+        """
         if self._released:
             return
-        self.prompt_tokens, self.choices = prompt_tokens, choices
+        self.prompt_tokens, self.choices, self.max_tokens = prompt_tokens, choices, max_tokens
         self.waiter = asyncio.get_running_loop().create_future()
         self._admission.enqueue(self, prompt_tokens + choices * self._admission.expected_answer(max_tokens))
         await self.waiter
@@ -138,6 +152,7 @@ class Admission:
         self._rate = ServiceRate(clock)
         self._accounts: dict[str, _Account] = {}
         self._answer = _FIRST_ANSWER
+        self._token_s = 0.0
         self._last_end: float | None = None
         self._gap_s = 1.0
         self._running = 0
@@ -150,7 +165,9 @@ class Admission:
         """Requests that wait for their turn."""
         return len(self._queue)
 
-    def admit(self, caller: Caller = ANYBODY, priority: int = 0, deadline_s: float | None = None) -> Ticket:
+    def admit(
+        self, caller: Caller = ANYBODY, priority: int = 0, deadline_s: float | None = None, max_tokens: int = 1
+    ) -> Ticket:
         """Takes one place.
 
         Raises:
@@ -163,17 +180,19 @@ class Admission:
         account = self._account(caller, now)
         self._check_limits(account, now)
         wait_s = self._rate.wait_s(self._queue.ahead(caller.name, priority))
-        bound_s = self._max_queue_s if deadline_s is None else min(self._max_queue_s, deadline_s)
-        if wait_s > bound_s:
+        bound_s = self._max_queue_s
+        if deadline_s is not None:
+            bound_s = min(bound_s, max(0.0, deadline_s - self.expected_answer(max_tokens) * self._token_s))
+        if wait_s * _CAUTION > bound_s:
             raise Overloaded(
                 f"the request would wait for about {wait_s:.1f} s, and its deadline or router.max_queue_s allows "
-                f"{bound_s:g} s; retry later",
+                f"{bound_s:.3g} s; retry later",
                 _clamp(wait_s - bound_s),
             )
         account.in_flight += 1
         self.in_flight += 1
         self._idle.clear()
-        return Ticket(self, account, priority)
+        return Ticket(self, account, priority, None if deadline_s is None else now + deadline_s)
 
     def _check_limits(self, account: _Account, now: float) -> None:
         caller = account.caller
@@ -219,33 +238,52 @@ class Admission:
         ticket.entry = Entry(caller.name, caller.weight, ticket.priority, cost)
         self._queue.add(ticket.entry)
         self._waiting[id(ticket.entry)] = ticket
+        ticket.enqueued = self._clock()
         ticket.account.charge(cost)
         self.pump()
 
     def pump(self) -> None:
         """Starts what fits; called whenever room or a request may have come."""
         if len(self._queue):
-            room = self._find_capacity()
+            room, now = self._find_capacity(), self._clock()
             while (entry := self._queue.pop(lambda entry: self._fits(self._waiting[id(entry)], room))) is not None:
-                self._start(self._waiting.pop(id(entry)))
+                ticket = self._waiting.pop(id(entry))
+                if self._is_too_late(ticket, now):
+                    self._refuse(ticket, entry)
+                else:
+                    self._start(ticket, now)
         self._rate.queue_is(len(self._queue) > 0)
 
     def _fits(self, ticket: Ticket, room: Capacity) -> bool:
         if room.slots == 0 or self._running == 0:  # nobody connected: the flow says so; a giant must start some time
             return True
-        free = room.slots - self._running
-        if ticket.choices > free:
-            return False
-        account = ticket.account
-        if (
-            account.caller.name
-            and account.running
-            and account.running + ticket.choices > _SHARE * (free - ticket.choices)
-        ):
+        running, free = ticket.account.running + ticket.choices, room.slots - self._running - ticket.choices
+        if running > self._share(ticket.account, room.slots):
+            if free < 0 or (ticket.account.caller.name and running > ticket.choices and running > _SHARE * free):
+                return False
+        elif free < (1 - _OVERFULL) * room.slots:
             return False
         return self._in_prefill == 0 or self._prefill_tokens + ticket.prompt_tokens <= room.prefill_tokens
 
-    def _start(self, ticket: Ticket) -> None:
+    def _share(self, account: _Account, slots: int) -> float:
+        """The slots that are a caller's own among those that want some; none where there is but one caller."""
+        active = [other.caller.weight for other in self._accounts.values() if other.in_flight]
+        return slots * account.caller.weight / sum(active) if len(active) > 1 else 0.0
+
+    def _is_too_late(self, ticket: Ticket, now: float) -> bool:
+        needed_s = self.expected_answer(ticket.max_tokens) * self._token_s
+        return ticket.deadline is not None and ticket.enqueued < now and now + needed_s > ticket.deadline
+
+    def _refuse(self, ticket: Ticket, entry: Entry) -> None:
+        ticket.account.charge(-entry.cost)
+        self._queue.correct(entry, 0.0)
+        assert ticket.waiter is not None
+        if not ticket.waiter.done():
+            message = "the queue was slower than expected and the request would not end by its deadline; retry later"
+            ticket.waiter.set_exception(Overloaded(message, self.retry_after_s))
+
+    def _start(self, ticket: Ticket, now: float) -> None:
+        ticket.started = now
         ticket.running = ticket.in_prefill = True
         ticket.account.running += ticket.choices
         self._running += ticket.choices
@@ -269,15 +307,15 @@ class Admission:
 
     def leave(self, ticket: Ticket, completion_tokens: int) -> None:
         """Takes a place back; called by tickets."""
+        now = self._clock()
         if ticket.in_prefill:
             ticket.in_prefill = False
             self._in_prefill -= 1
             self._prefill_tokens -= ticket.prompt_tokens
         if ticket.entry is not None:
-            self._settle(ticket, ticket.entry, completion_tokens)
+            self._settle(ticket, ticket.entry, completion_tokens, now)
         ticket.account.in_flight -= 1
         self.in_flight -= 1
-        now = self._clock()
         if self._last_end is not None:
             self._gap_s += _SMOOTHING * (now - self._last_end - self._gap_s)
         self._last_end = now
@@ -285,7 +323,7 @@ class Admission:
             self._idle.set()
         self.pump()
 
-    def _settle(self, ticket: Ticket, entry: Entry, completion_tokens: int) -> None:
+    def _settle(self, ticket: Ticket, entry: Entry, completion_tokens: int, now: float) -> None:
         expected, cost = entry.cost, float(ticket.prompt_tokens + completion_tokens)
         if not ticket.running:
             self._queue.remove(entry)
@@ -299,7 +337,9 @@ class Admission:
         self._queue.correct(entry, cost)
         self._rate.served(cost)
         if completion_tokens:
-            self._answer += _SMOOTHING * (completion_tokens / ticket.choices - self._answer)
+            answer = completion_tokens / ticket.choices
+            self._answer += _SMOOTHING * (answer - self._answer)
+            self._token_s += _SMOOTHING * ((now - ticket.started) / answer - self._token_s)
 
     @property
     def draining(self) -> bool:

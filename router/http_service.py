@@ -13,7 +13,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from twinpool.config import RouterSection
 from twinpool.errors import (
@@ -32,6 +31,7 @@ from twinpool.router.api_keys import ApiKeys
 from twinpool.router.completions import Completion
 from twinpool.router.conversation import conversation_chars, read_conversation
 from twinpool.router.flow import Flow
+from twinpool.router.http_body import read_body
 from twinpool.router.intake import Intake
 from twinpool.router.metrics import RouterMetrics
 from twinpool.router.openai_chat import ChatBody, TokenizeBody
@@ -49,9 +49,9 @@ from twinpool.router.text import ModelText
 from twinpool.router.tool_format import FORMATS, detect
 from twinpool.router.validation import check_length
 
+MAX_DETOKENIZE = 131_072
+"""Tokens, while no worker has said how long its context is."""
 _PARAMS = {"json_schema": "response_format", "token_ids": "prompt", "text": "prompt"}
-MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Reading JSON holds up the event loop: at worst for half a second per MiB. Two million tokens of text fit."""
 
 
 class HttpService:
@@ -106,7 +106,7 @@ class HttpService:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await _body(request))
+        body = parse(ChatBody, await read_body(request))
         message = body.to_request(request.headers.get("x-request-id", ""), self._tool_format)
         form = self._tool_format if body.offers_tools else None
 
@@ -119,7 +119,7 @@ class HttpService:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await _body(request))
+        body = parse(CompletionBody, await read_body(request))
         messages = body.to_requests(request.headers.get("x-request-id", ""))
 
         def form(flows: Sequence[Flow]) -> CompletionFormat:
@@ -158,7 +158,7 @@ class HttpService:
 
     async def tokenize(self, request: Request) -> Json:
         """POST /tokenize: token ids of a prompt or of messages."""
-        body = parse(TokenizeBody, await _body(request))
+        body = parse(TokenizeBody, await read_body(request))
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
@@ -174,8 +174,13 @@ class HttpService:
 
     async def detokenize(self, request: Request) -> Json:
         """POST /detokenize: text of token ids."""
-        body = parse(DetokenizeBody, await _body(request))
+        body = parse(DetokenizeBody, await read_body(request))
         self._check_model(body.model)
+        most = self._intake.limits().max_model_len or MAX_DETOKENIZE
+        if len(body.tokens) > most:
+            raise InvalidRequest(
+                f"there are {len(body.tokens)} tokens; at most {most}, the length of the context", "tokens"
+            )
         if any(not 0 <= token_id < 2**32 for token_id in body.tokens):
             raise InvalidRequest("tokens holds a number that is no token id", "tokens")
         return {"prompt": await asyncio.to_thread(self._text.decode, body.tokens)}
@@ -208,20 +213,6 @@ class HttpService:
         served = self._intake.limits().model
         if model and served is not None and model != served:
             raise ModelNotFound(f"model {model!r} is not served here; served: {served}")
-
-
-async def _body(request: Request) -> bytes:
-    """The body, which is refused as soon as it is too large."""
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; shorten the prompt")
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise Cancelled("the client disconnected") from error
-    return b"".join(parts)
 
 
 async def _answer(request: Request, completion: Completion, body: GenerationBody) -> Response:

@@ -16,6 +16,8 @@ from twinpool.router.caller import ANYBODY, Caller
 from twinpool.router.flow import Flow, FlowContext
 from twinpool.router.validation import Limits, resolve
 
+_ANY_LENGTH = 1 << 30
+
 
 class Intake:
     """Opens flows for public requests."""
@@ -46,7 +48,9 @@ class Intake:
             if request.priority < caller.best_priority:
                 request.priority = caller.best_priority
             deadline_s = min(deadline_s or most, most)
-            ticket = self._admission.admit(caller, request.priority, deadline_s)
+            stopping = request.stopping
+            max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else _ANY_LENGTH
+            ticket = self._admission.admit(caller, request.priority, deadline_s, max_tokens)
             try:
                 mode = config.disaggregate if route is None else _mode(route, config.route_hints)
                 resolved = await resolve(request, self._context.text, self.limits())

@@ -44,7 +44,7 @@ class ChatMessage(Body):
     """One turn."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None

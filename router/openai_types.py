@@ -64,7 +64,7 @@ class StructuredOutputs(Body):
     json_value: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: _Texts | None = None
 
 
 class GenerationBody(Body):
@@ -76,7 +76,7 @@ class GenerationBody(Body):
     n: int | None = Field(None, ge=0, le=UINT32_MAX)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | _Texts | None = Field(None, union_mode="left_to_right")
     max_tokens: int | None = Field(None, ge=0, le=UINT32_MAX)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -88,7 +88,7 @@ class GenerationBody(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_WINDOW_S = 0.5
+_WINDOW_S = 1.0
 _SMOOTHING = 0.3
 
 
 class ServiceRate:
-    """Measures over windows of half a second or more, and only while the queue is not empty: else it is demand."""
+    """Measures over windows of a second or more, and only while the queue is not empty: else it is demand."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

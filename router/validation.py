@@ -24,6 +24,13 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 32
 MAX_CHOICES = 128
 MAX_REQUEST_ID = 256
+MAX_STOP_CHARS = 1024
+MAX_IDS = 4096
+"""Entries of logit_bias and of stop_token_ids."""
+MAX_NAME = 1024
+"""Characters of session_id and cache_salt."""
+MAX_CONSTRAINT = 256 * 1024
+"""Bytes of a schema, grammar or regular expression, or of all alternatives of a choice."""
 _INLINE_CHARS = 4096
 """Longer prompts are tokenised on another thread: one millisecond is the most that the event loop may lose."""
 
@@ -59,6 +66,8 @@ async def resolve(request: inference_pb2.GenerateRequest, text: ModelText, limit
         response.prompt_logprobs if response.HasField("prompt_logprobs") else None, "prompt_logprobs"
     )
     _check_request_id(request.request_id)
+    for name, value in (("session_id", request.session_id), ("cache_salt", request.cache_salt)):
+        _check_size(len(value), MAX_NAME, "characters", name)
     prompt_ids = await _prompt(request, text, limits.vocab_size, limits.max_model_len)
     _check_count(len(prompt_ids), "tokens", limits.max_model_len, _prompt_field(request))
     room = limits.max_model_len - len(prompt_ids)
@@ -104,6 +113,11 @@ def _check_count(count: int, what: str, max_model_len: int, field: str) -> None:
             "shorten the prompt",
             field,
         )
+
+
+def _check_size(size: int, most: int, what: str, field: str) -> None:
+    if size > most:
+        raise InvalidRequest(f"{field} has {size} {what}; at most {most}", field)
 
 
 def _check_request_id(request_id: str) -> None:
@@ -154,6 +168,7 @@ def _sampling(message: inference_pb2.Sampling, vocab_size: int, most: int | None
     top = min(MAX_CHOICES, most or MAX_CHOICES)
     if not 1 <= n <= top:
         raise InvalidRequest(f"n is {n}; it must be from 1 to {top}", "sampling.n")
+    _check_size(len(message.logit_bias), MAX_IDS, "entries", "sampling.logit_bias")
     _check_ids(message.logit_bias, vocab_size, "sampling.logit_bias")
     for token_id, bias in message.logit_bias.items():
         if not -100 <= bias <= 100:
@@ -189,6 +204,8 @@ def _stopping(message: inference_pb2.Stopping, vocab_size: int, room: int) -> St
         raise InvalidRequest(f"there are {len(message.stop)} stop strings; at most {MAX_STOPS}", "stopping.stop")
     if any(not stop for stop in message.stop):
         raise InvalidRequest("a stop string is empty; remove it", "stopping.stop")
+    _check_size(max(map(len, message.stop), default=0), MAX_STOP_CHARS, "characters", "stopping.stop")
+    _check_size(len(message.stop_token_ids), MAX_IDS, "entries", "stopping.stop_token_ids")
     _check_ids(message.stop_token_ids, vocab_size, "stopping.stop_token_ids")
     return Stopping(
         max_tokens=max_tokens,
@@ -202,6 +219,8 @@ def _stopping(message: inference_pb2.Stopping, vocab_size: int, room: int) -> St
 
 def _constraint(message: inference_pb2.StructuredOutput) -> Constraint | None:
     kind = message.WhichOneof("constraint")
+    if kind is not None:
+        _check_size(message.ByteSize(), MAX_CONSTRAINT, "bytes", f"structured_output.{kind}")
     if kind == "json_schema":
         try:
             schema = json.loads(message.json_schema)

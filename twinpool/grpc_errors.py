@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
@@ -75,4 +77,7 @@ def error_from_rpc(error: grpc.RpcError) -> TwinpoolError:
 
 async def abort(context: grpc.aio.ServicerContext, error: TwinpoolError) -> None:
     """Ends the call with ``error``'s status; never returns."""
-    await context.abort_with_status(rpc_status.to_status(status_from_error(error)))
+    try:
+        await context.abort_with_status(rpc_status.to_status(status_from_error(error)))
+    except grpc.aio.InternalError as gone:  # the client's deadline was faster
+        raise asyncio.CancelledError from gone

@@ -9,16 +9,24 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from twinpool.errors import TwinpoolError, Unauthenticated
+from twinpool.errors import InvalidRequest, TwinpoolError, Unauthenticated
 from twinpool.grpc_errors import abort
 
 Authenticate = Callable[[str], None]
 """Takes a call's ``authorization``; raises Unauthenticated."""
 
 
+class _Malformed:
+    """Stands for a message that could not be read: gRPC would blame the server for it."""
+
+
+_MALFORMED = _Malformed()
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns TwinpoolError raised by a handler into its status."""
+    """Turns TwinpoolError raised by a handler into its status, and unreadable messages into INVALID_ARGUMENT."""
 
     async def intercept_service(
         self,
@@ -39,13 +47,14 @@ def _replace_unary(handler: Any) -> grpc.RpcMethodHandler:
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
+            request = _checked(request, handler.request_streaming)
             result = inner(request, context)
             return await result if asyncio.iscoroutine(result) else result
         except TwinpoolError as error:
             await abort(context, error)
 
     make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-    return make(call, handler.request_deserializer, handler.response_serializer)
+    return make(call, _tolerant(handler.request_deserializer), handler.response_serializer)
 
 
 def _replace_stream(handler: Any) -> grpc.RpcMethodHandler:
@@ -53,6 +62,7 @@ def _replace_stream(handler: Any) -> grpc.RpcMethodHandler:
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
+            request = _checked(request, handler.request_streaming)
             async for response in inner(request, context):
                 yield response
         except TwinpoolError as error:
@@ -60,14 +70,40 @@ def _replace_stream(handler: Any) -> grpc.RpcMethodHandler:
 
     async def write(request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
-            await inner(request, context)
+            await inner(_checked(request, handler.request_streaming), context)
         except TwinpoolError as error:
             await abort(context, error)
 
     # Handlers either yield responses or write them to the context (health's Watch does).
     call = generate if inspect.isasyncgenfunction(inner) else write
     make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-    return make(call, handler.request_deserializer, handler.response_serializer)
+    return make(call, _tolerant(handler.request_deserializer), handler.response_serializer)
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _MALFORMED
+
+    return read
+
+
+def _checked(request: Any, streaming: bool) -> Any:
+    if streaming:
+        return _checked_stream(request)
+    if request is _MALFORMED:
+        raise InvalidRequest("the message is not a protobuf of the expected type; use the published .proto files")
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request, False)
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):

@@ -34,8 +34,8 @@ from twinpool.tls import ClientTls, ServerTls, internal_client
 
 __all__ = ["authorization"]
 PROTOCOL_VERSION = 1
-MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""What servers take in one message: three million token ids fit; workers' sessions stay far below."""
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
+"""What servers take in one message: a million and a half token ids fit; workers' sessions stay far below."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """What clients take in one message: the log probabilities of a long prompt come in one."""
 

@@ -10,6 +10,8 @@ from twinpool.kv_transfer.layout import KVLayout, RankLayout
 from twinpool.proto import kv_pb2
 from twinpool.rpc import PROTOCOL_VERSION
 
+MAX_RANKS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class RankRegion:
@@ -73,6 +75,17 @@ class KVIdentity:
                 raise ConfigError(
                     f"{self.worker_id} and {peer.worker_id} cannot exchange KV: {what} is {ours} here and {theirs} "
                     "there; start both pools with the same model, block size, dtype and connector"
+                )
+        ranks = [rank.rank for rank in peer.ranks]
+        if not ranks or len(ranks) > MAX_RANKS or sorted(ranks) != list(range(len(ranks))):
+            raise ConfigError(f"{peer.worker_id} describes ranks {ranks[:MAX_RANKS]}; run equal versions")
+        for rank in peer.ranks:
+            layers, heads = (rank.layer_start, rank.layer_end), (rank.head_start, rank.head_end)
+            inside = layers[1] <= self.layout.num_layers and heads[1] <= self.layout.num_kv_heads
+            if not (inside and layers[0] < layers[1] and heads[0] < heads[1] and 0 < rank.num_blocks < 2**31):
+                raise ConfigError(
+                    f"rank {rank.rank} of {peer.worker_id} holds layers {layers}, heads {heads} and "
+                    f"{rank.num_blocks} blocks of {self.layout.text}; run equal versions"
                 )
 
     def peer_regions(self, peer: kv_pb2.Hello) -> Sequence[RankRegion]:

@@ -21,13 +21,18 @@ import grpc.aio
 
 from twinpool.config import SessionSection
 from twinpool.engine.request import FailureCode, Request
-from twinpool.errors import ConfigError, Unavailable
+from twinpool.errors import ConfigError, TwinpoolError, Unavailable
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.rpc import PROTOCOL_VERSION, Outbox
 from twinpool.worker.outputs import Mailbox, OutputFan
 from twinpool.worker.translate import request_from_submit
 
 log = logging.getLogger(__name__)
+
+# Bounds of what a session may keep here; a router of ours stays far below.
+MAX_PEERS = 4096
+MAX_OPEN_PROMPTS = 1024
+MAX_OPEN_TOKENS = 16 << 20
 
 
 class Refused(Exception):
@@ -121,6 +126,7 @@ class _Reader:
         self._origin = origin
         self._mailbox = mailbox
         self._pieces: dict[int, list[int]] = {}
+        self._open_tokens = 0
 
     async def run(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         try:
@@ -132,6 +138,8 @@ class _Reader:
             log.debug("session %d: the router closed the stream", self._origin)
         except TimeoutError:
             log.warning("session %d: no sign of life from the router, its attempts are cancelled", self._origin)
+        except (TwinpoolError, ValueError) as error:
+            log.warning("session %d ends: %s", self._origin, error)
         except (grpc.RpcError, grpc.aio.BaseError) as error:
             log.info("session %d: broken: %s", self._origin, error)
         finally:
@@ -142,20 +150,33 @@ class _Reader:
             case "submit":
                 self._submit(message.submit)
             case "cancel":
-                self._pieces.pop(message.cancel.attempt_id, None)
+                self._take_pieces(message.cancel.attempt_id)
                 self._mailbox.unfinished.pop(message.cancel.attempt_id, None)
                 self._attempts.cancel(message.cancel.attempt_id)
             case "piece":
-                self._pieces.setdefault(message.piece.attempt_id, []).extend(message.piece.prompt_ids)
+                self._piece(message.piece)
             case "peers":
+                if len(message.peers.peers) > MAX_PEERS:
+                    raise ValueError(f"{len(message.peers.peers)} peers; at most {MAX_PEERS}")
                 self._attempts.peers(list(message.peers.peers))
             case "drain":
                 self._attempts.drain(message.drain.enabled)
             case _:
                 pass  # a heartbeat: arriving was its purpose
 
+    def _piece(self, piece: worker_pb2.TokenPiece) -> None:
+        self._open_tokens += len(piece.prompt_ids)
+        if len(self._pieces) >= MAX_OPEN_PROMPTS or self._open_tokens > MAX_OPEN_TOKENS:
+            raise ValueError("pieces of too many prompts came without their Submit; run equal versions")
+        self._pieces.setdefault(piece.attempt_id, []).extend(piece.prompt_ids)
+
+    def _take_pieces(self, attempt_id: int) -> list[int]:
+        pieces = self._pieces.pop(attempt_id, [])
+        self._open_tokens -= len(pieces)
+        return pieces
+
     def _submit(self, submit: worker_pb2.Submit) -> None:
-        prompt = [*self._pieces.pop(submit.attempt_id, ()), *submit.prompt_ids]
+        prompt = [*self._take_pieces(submit.attempt_id), *submit.prompt_ids]
         request = request_from_submit(submit, prompt, self._origin, self._attempts.now())
         self._mailbox.unfinished[submit.attempt_id] = request.sampling.n
         try:

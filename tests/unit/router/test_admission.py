@@ -43,7 +43,7 @@ async def test_turns_follow_slots_and_keys_alternate() -> None:
     running = [await turn(admission) for _ in range(2)]
     waiting = [await turn(admission) for _ in range(3)]
     other = await turn(admission, B)
-    assert await settle(*[task for _, task in running]) == [True, False]  # the last slot is kept for others
+    assert await settle(*[task for _, task in running]) == [True, False]  # one key leaves a slot
     assert other[1].done()
     assert admission.queued == 4
     for ticket, _ in [running[0], other]:
@@ -54,6 +54,37 @@ async def test_turns_follow_slots_and_keys_alternate() -> None:
     assert await settle(*[task for _, task in waiting]) == [True] * 3
     assert (admission.in_flight, admission.queued, admission._running, admission._in_prefill) == (0, 0, 0, 0)
     assert admission._prefill_tokens == 0
+
+
+async def test_a_key_below_its_share_waits_for_no_slot() -> None:
+    admission = make(Clock(), slots=10)
+    heavy = [await turn(admission) for _ in range(20)]
+    started = sum(task.done() for _, task in heavy)
+    assert started == 8
+    light = [await turn(admission, B) for _ in range(7)]
+    assert [task.done() for _, task in light] == [True] * 5 + [False] * 2  # five are its share
+    for ticket, _ in heavy + light:
+        ticket.release()
+    assert admission._running == 0
+
+
+async def test_what_comes_too_late_is_refused_instead_of_started() -> None:
+    clock = Clock()
+    admission = make(clock, slots=1)
+    for _ in range(50):  # a second for twenty tokens
+        ticket, _ = await turn(admission)
+        clock.now += 1.0
+        ticket.release(20)
+    first, _ = await turn(admission)
+    late = admission.admit(A, deadline_s=5.0, max_tokens=20)
+    waiting = asyncio.ensure_future(late.turn(10, 20, 1))
+    await asyncio.sleep(0)
+    clock.now += 4.5
+    first.release(20)
+    with pytest.raises(Overloaded, match="would not end by its deadline"):
+        await waiting
+    late.release()
+    assert (admission.in_flight, admission._running, admission.queued) == (0, 0, 0)
 
 
 async def test_prompts_wait_for_room_in_prefill() -> None:
@@ -83,7 +114,7 @@ async def test_refused_when_the_queue_is_longer_than_the_deadline() -> None:
         current.release(20)
         current, _ = waiting.pop(0)
         await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match=r"would wait for about 1\d\.\d s.*allows 2 s") as caught:
+    with pytest.raises(Overloaded, match=r"would wait for about 1\d\.\d s.*allows 1.98 s") as caught:
         admission.admit(anybody, deadline_s=2.0)
     assert 10 < caught.value.retry_after_s < 20
     with pytest.raises(Overloaded, match="allows 5 s"):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from twinpool.errors import InvalidRequest
-from twinpool.router.http_service import MAX_BODY_BYTES
+from twinpool.router.http_body import MAX_BODY_BYTES
 from twinpool.router.openai_chat import ChatBody
 from twinpool.router.openai_types import CompletionBody
 
