@@ -75,7 +75,7 @@ class TritonExperts:
         reduced = multiply(self._activation(expanded), self._down, False)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         output = torch.empty_like(x)
-        width = min(1024, 1 << (x.shape[1] - 1).bit_length())
+        width = min(512, 1 << (x.shape[1] - 1).bit_length())
         self._launch(
             combine_experts_kernel,
             (tokens, -(-x.shape[1] // width)),

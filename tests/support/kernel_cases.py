@@ -165,7 +165,9 @@ def check_experts(kernels: Kernels, case: ExpertCase, device: torch.device = CPU
     gate_up = randn(case.experts, 2 * case.inner, case.hidden, dtype=case.dtype, device=CPU) * 0.3
     down = randn(case.experts, case.hidden, case.inner, dtype=case.dtype, device=CPU) * 0.3
     x = randn(case.tokens, case.hidden, dtype=case.dtype, device=CPU)
-    logits = randn(1 if case.hot else case.tokens, case.experts, dtype=case.dtype, device=CPU).expand(case.tokens, -1)
+    logits = randn(1 if case.hot else case.tokens, case.experts, dtype=torch.float32, device=CPU).expand(
+        case.tokens, -1
+    )
     ids, weights = kernels.route(logits.to(device), case.chosen, normalise=True)
     expected_ids, expected_weights = REFERENCE.route(logits, case.chosen, normalise=True)
     assert torch.equal(ids.cpu(), expected_ids)
