@@ -29,7 +29,10 @@ DIMENSIONS: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"rollout": {"decodeFirst": True}}, {"rollout": {"decodeFirst": False}}),
     ({"networkPolicy": {"enabled": False}}, {"networkPolicy": {"clients": []}}),
     ({"transport": {"rdma": {"enabled": True}}}, {}),
-    ({"router": {"replicas": 3}}, {"auth": {"existingSecret": "token"}}),
+    (
+        {"router": {"replicas": 3}},
+        {"auth": {"existingSecret": "token", "apiKeysSecret": "keys", "testKeySecret": "key"}},
+    ),
     (
         {"tls": {"secretName": "certificates"}},
         {"tls": {"publicSecretName": "edge", "clientCaSecretName": "clients"}},

@@ -144,6 +144,7 @@ def pods_are_restricted(items: list[Object], values: dict[str, Any]) -> None:
 def volumes_and_references_exist(items: list[Object], values: dict[str, Any]) -> None:
     made = {(item["kind"], item["metadata"]["name"]) for item in items}
     given = {("Secret", values["auth"]["existingSecret"])}
+    given |= {("Secret", values["auth"]["testKeySecret"])}
     given |= {("Secret", values["model"]["hf"]["tokenSecret"]), ("Secret", values["model"]["s3"]["credentialsSecret"])}
     for pod in all_pods(items):
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", ())}

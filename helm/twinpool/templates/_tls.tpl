@@ -1,5 +1,5 @@
-{{/* Certificates. tls.secretName is every process's own; the router may show another one to clients. Files that change are
-     taken over without a restart. */}}
+{{/* Certificates and API keys. tls.secretName is every process's own; the router may show another one to clients. Files
+     that change are taken over without a restart. */}}
 
 {{- define "twinpool.tlsEnv" -}}
 - name: TWINPOOL_TLS__CERT
@@ -14,48 +14,21 @@
   value: {{ .Values.tls.public | quote }}
 {{- end -}}
 
-{{- define "twinpool.publicTlsEnv" -}}
+{{/* What the router alone has: a list of dicts with the volume's name, its Secret, the key that is mounted (empty: all) and
+     the variables that name files. */}}
+{{- define "twinpool.routerSecrets" -}}
+{{- $found := list -}}
 {{- if and .Values.tls.public .Values.tls.publicSecretName -}}
-- name: TWINPOOL_TLS__PUBLIC_CERT
-  value: /etc/twinpool-public-tls/tls.crt
-- name: TWINPOOL_TLS__PUBLIC_KEY
-  value: /etc/twinpool-public-tls/tls.key
-{{ end -}}
-{{- if .Values.tls.clientCaSecretName -}}
-- name: TWINPOOL_TLS__PUBLIC_CLIENT_CA
-  value: /etc/twinpool-client-ca/ca.crt
+{{- $files := dict "TWINPOOL_TLS__PUBLIC_CERT" "tls.crt" "TWINPOOL_TLS__PUBLIC_KEY" "tls.key" -}}
+{{- $found = append $found (dict "name" "public-tls" "secret" .Values.tls.publicSecretName "files" $files) -}}
 {{- end -}}
-{{- end -}}
-
-{{- define "twinpool.publicTlsMounts" -}}
-{{- if and .Values.tls.public .Values.tls.publicSecretName -}}
-- name: public-tls
-  mountPath: /etc/twinpool-public-tls
-  readOnly: true
-{{ end -}}
-{{- if .Values.tls.clientCaSecretName -}}
-- name: client-ca
-  mountPath: /etc/twinpool-client-ca
-  readOnly: true
-{{- end -}}
-{{- end -}}
-
-{{- define "twinpool.publicTlsVolumes" -}}
-{{- if and .Values.tls.public .Values.tls.publicSecretName -}}
-- name: public-tls
-  secret:
-    secretName: {{ .Values.tls.publicSecretName }}
-    defaultMode: 0440
-{{ end -}}
 {{- with .Values.tls.clientCaSecretName -}}
-- name: client-ca
-  secret:
-    secretName: {{ . }}
-    defaultMode: 0440
-    items:
-      - key: ca.crt
-        path: ca.crt
+{{- $found = append $found (dict "name" "client-ca" "secret" . "files" (dict "TWINPOOL_TLS__PUBLIC_CLIENT_CA" "ca.crt")) -}}
 {{- end -}}
+{{- with .Values.auth.apiKeysSecret -}}
+{{- $found = append $found (dict "name" "api-keys" "secret" . "files" (dict "TWINPOOL_AUTH__KEYS_FILE" "keys.yaml")) -}}
+{{- end -}}
+{{- toJson $found -}}
 {{- end -}}
 
 {{/* "true" when the router's gRPC and HTTP ports speak TLS. */}}

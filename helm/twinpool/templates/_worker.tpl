@@ -127,7 +127,7 @@ spec:
 - name: {{ $prefix }}LAUNCHER
   value: ray
 - name: TWINPOOL_RAY__HEAD_PORT
-  value: "6379"
+  value: {{ .root.Values.ray.headPort | quote }}
 - name: TWINPOOL_FOLLOWER__HOST
   value: $(POD_IP)
 - name: TWINPOOL_FOLLOWER__PORT
@@ -144,7 +144,7 @@ spec:
 {{/* Takes member. With ordinals every n-th pod leads, and the n - 1 after it follow it. */}}
 {{- define "twinpool.workerCommand" -}}
 {{- if eq .member "follower" -}}
-[twinpool, serve, follower, --head, "$(LWS_LEADER_ADDRESS):6379"]
+[twinpool, serve, follower, --head, "$(LWS_LEADER_ADDRESS):$(TWINPOOL_RAY__HEAD_PORT)"]
 {{- else if eq .member "ordinal" -}}
 - sh
 - -c
@@ -152,7 +152,7 @@ spec:
   ordinal=${POD_NAME##*-}
   leader=$((ordinal / NODES * NODES))
   if [ "$ordinal" -eq "$leader" ]; then exec twinpool serve {{ .role }}; fi
-  exec twinpool serve follower --head "${POD_NAME%-*}-$leader.$SUBDOMAIN:6379"
+  exec twinpool serve follower --head "${POD_NAME%-*}-$leader.$SUBDOMAIN:$TWINPOOL_RAY__HEAD_PORT"
 {{- else -}}
 [twinpool, serve, {{ .role }}]
 {{- end -}}
