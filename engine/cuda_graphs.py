@@ -85,6 +85,26 @@ class StaticBatch:
         )
 
 
+def null_batch(block_size: int, device: torch.device) -> FlatBatch:
+    """A prompt beside a decode, both in the null block: run once, so that kernels are compiled before requests come."""
+    prompt = 17
+    rows = torch.arange(prompt + 1, device=device)
+    return FlatBatch(
+        input_ids=torch.zeros_like(rows),
+        positions=rows % prompt,
+        attention=AttentionBatch(
+            slot_mapping=rows % block_size,
+            block_tables=torch.zeros((2, -(-prompt // block_size)), dtype=torch.int64, device=device),
+            query_start_loc=torch.tensor([0, prompt, prompt + 1], device=device),
+            seq_lens=torch.tensor([prompt, 1], device=device),
+            query_lens=[prompt, 1],
+            context_lens=[prompt, 1],
+        ),
+        new_blocks=rows[:0],
+        sample_rows=rows[:0],
+    )
+
+
 class DecodeGraphs:
     """See the module."""
 

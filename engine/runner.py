@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from twinpool.engine.batch import FlatBatch
-from twinpool.engine.cuda_graphs import Capture, DecodeGraphs
+from twinpool.engine.cuda_graphs import Capture, DecodeGraphs, null_batch
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.layers import Step
 from twinpool.engine.ports import ReadyEvent
@@ -61,13 +61,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, capture: Capture, sizes: Sequence[int], max_blocks: int) -> None:
-        """From now on decode steps of up to ``sizes[-1]`` requests of up to ``max_blocks`` blocks replay a capture."""
+        """From now on decode steps of up to ``sizes[-1]`` requests of up to ``max_blocks`` blocks replay a capture.
+
+        Runs steps of all kinds in the null block, so that no kernel is left to be compiled when requests come.
+        """
 
         def forward(batch: FlatBatch) -> torch.Tensor:
             step = self._model.begin(batch, self.cache.blocks, None)
             self._model.run_layers(step, 0, self.num_layers)
             return self._model.finish(step)
 
+        forward(null_batch(self.cache.block_size, self.device))
         self._graphs = DecodeGraphs(
             forward,
             capture,

@@ -75,6 +75,9 @@ class Sampler:
         self._device = device
         self._rows_per_block = row_ops.rows_per_block(device, vocab_size)
         self._row_sampler = row_sampler_for(device)
+        if self._row_sampler is not None:
+            # Compiled now, not in the first step.
+            self._row_sampler(torch.zeros((1, vocab_size), device=device), np.zeros((1, 5)))
         self._adjustments = PerRequest(lambda request: Adjustments(request, stop_ids, vocab_size))
 
     def sample(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Protocol
+
+import torch
 
 
 class Launch(Protocol):
@@ -14,5 +17,9 @@ class Launch(Protocol):
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     """Starts ``kernel`` on the device of its tensors; an empty grid starts nothing."""
-    if 0 not in grid:
+    if 0 in grid:
+        return
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    # Triton takes the thread's current device, which is the first one in threads that never set it.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](**arguments)

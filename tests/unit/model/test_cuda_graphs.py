@@ -67,3 +67,13 @@ def test_steps_that_do_not_fit_run_as_usual(tiny_llama, make_harness, random_pro
     alone = make_harness(tiny_llama)
     again = alone.request(random_prompt(30), 5)
     assert alone.generate(again)[:4] == requests[0].output_ids[:4]
+
+
+def test_capturing_writes_only_the_null_block(tiny_llama, make_harness):
+    harness = make_harness(tiny_llama, block_size=8)
+    runner = harness.executor._rank.runner
+    before = runner.cache.blocks.clone()
+    runner.capture(record([]), (1, 4), max_blocks=3)
+    assert torch.equal(runner.cache.blocks[1:].view(torch.int32), before[1:].view(torch.int32))
+    assert runner.cache.blocks[0].any()
+    assert runner.cache.blocks[0].isfinite().all()
