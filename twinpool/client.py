@@ -200,6 +200,8 @@ def request_id(metadata: Any) -> str:
 def to_error(error: grpc.RpcError, address: str) -> TwinpoolError:
     """The typed error; one that says so when no server answers at ``address``."""
     failure = error_from_rpc(error)
+    if isinstance(failure, Unavailable) and ("lookup" in failure.message or "DNS resolution" in failure.message):
+        return Unavailable(f"the host of {address} cannot be found; correct the address (--address)")
     if isinstance(failure, Unavailable) and "failed to connect" in failure.message.lower():
         return Unavailable(f"no router answers at {address}; start one (twinpool up) or give its address (--address)")
     return failure

@@ -6,6 +6,7 @@ Modules that need torch, gRPC or the model are imported by the commands that use
 from __future__ import annotations
 
 import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +17,6 @@ from twinpool.errors import TwinpoolError
 app = typer.Typer(
     name="twinpool",
     help="Serves language models from a prefill pool and a decode pool.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -30,15 +30,43 @@ bench.register(app)
 config_show.register(app)
 
 
+_USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
+"""click's UsageError, which typer has taken into itself in some versions."""
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Prints the version.")] = False,
+) -> None:
+    if version:
+        config_show.version()
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
 def main() -> None:
     """Runs the command line; exits 0, 1 (it failed), 2 (usage or configuration) or 130 (interrupted)."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _USAGE_ERROR as error:
+        sys.exit(_usage(error))
     except TwinpoolError as error:
         print_error(error.message)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:  # `twinpool status | head`
         sys.stderr.close()
         sys.exit(1)
+
+
+def _usage(error: Any) -> int:
+    """Says on one line what is wrong; a command group without a command gets its help, which typer has printed."""
+    message = error.format_message().strip()
+    if message and "\n" not in message:
+        command = error.ctx.command_path if error.ctx is not None else "twinpool"
+        print_error(f"{message.rstrip('.')}; see {command} -h")
+    return int(error.exit_code)

@@ -80,6 +80,9 @@ def load_config(file: Path | None, settings: list[str] | None = None, flags: Fla
 def client_address(address: str | None, loaded: Loaded) -> str:
     """Where clients dial: --address, else the configured router."""
     if address is not None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--address {address} is no host:port; write for example 127.0.0.1:8100")
         return address
     router = loaded.config.router
     host = "127.0.0.1" if router.host in ("0.0.0.0", "::") else router.host

@@ -75,8 +75,26 @@ def test_no_router_is_one_line_and_exit_1() -> None:
     ]
 
 
-def test_usage_error_exits_2() -> None:
-    assert twinpool("up", "--no-such-flag").returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "--no-such-flag"], "No such option: --no-such-flag"),
+        (["no-such-command"], "No such command 'no-such-command'"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "-a", "nonsense"], "--address nonsense is no host:port"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+    done = twinpool(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {said}")
+
+
+def test_help_and_version() -> None:
+    assert twinpool("--version").stdout.startswith("twinpool 0")
+    assert "Serves language models" in twinpool().stdout
+    assert "router" in twinpool("serve").stdout
 
 
 def test_config_show() -> None:
