@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftwinpool/proto/controller.proto\x12\x16twinpool.controller.v1\"\x0e\n\x0cWatchRequest\"\"\n\rWatchResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\"G\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x12\n\x08replicas\x18\x02 \x01(\rH\x00\x12\r\n\x03max\x18\x03 \x01(\x08H\x00\x42\x06\n\x04size\"\xed\x01\n\rScaleResponse\x12<\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32,.twinpool.controller.v1.ScaleResponse.Action\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"Y\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x41\x43TION_ADDED\x10\x01\x12\x12\n\x0e\x41\x43TION_REMOVED\x10\x02\x12\x11\n\rACTION_FAILED\x10\x03\x32\xc3\x01\n\x11\x43ontrollerService\x12V\n\x05Watch\x12$.twinpool.controller.v1.WatchRequest\x1a%.twinpool.controller.v1.WatchResponse0\x01\x12V\n\x05Scale\x12$.twinpool.controller.v1.ScaleRequest\x1a%.twinpool.controller.v1.ScaleResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftwinpool/proto/controller.proto\x12\x16twinpool.controller.v1\"\x0e\n\x0cWatchRequest\"\"\n\rWatchResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\"G\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x12\n\x08replicas\x18\x02 \x01(\rH\x00\x12\r\n\x03max\x18\x03 \x01(\x08H\x00\x42\x06\n\x04size\"\x0e\n\x0c\x43learRequest\"\x0f\n\rClearResponse\"\xed\x01\n\rScaleResponse\x12<\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32,.twinpool.controller.v1.ScaleResponse.Action\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"Y\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x41\x43TION_ADDED\x10\x01\x12\x12\n\x0e\x41\x43TION_REMOVED\x10\x02\x12\x11\n\rACTION_FAILED\x10\x03\x32\x99\x02\n\x11\x43ontrollerService\x12V\n\x05Watch\x12$.twinpool.controller.v1.WatchRequest\x1a%.twinpool.controller.v1.WatchResponse0\x01\x12V\n\x05Scale\x12$.twinpool.controller.v1.ScaleRequest\x1a%.twinpool.controller.v1.ScaleResponse0\x01\x12T\n\x05\x43lear\x12$.twinpool.controller.v1.ClearRequest\x1a%.twinpool.controller.v1.ClearResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHRESPONSE']._serialized_end=109
   _globals['_SCALEREQUEST']._serialized_start=111
   _globals['_SCALEREQUEST']._serialized_end=182
-  _globals['_SCALERESPONSE']._serialized_start=185
-  _globals['_SCALERESPONSE']._serialized_end=422
-  _globals['_SCALERESPONSE_ACTION']._serialized_start=333
-  _globals['_SCALERESPONSE_ACTION']._serialized_end=422
-  _globals['_CONTROLLERSERVICE']._serialized_start=425
-  _globals['_CONTROLLERSERVICE']._serialized_end=620
+  _globals['_CLEARREQUEST']._serialized_start=184
+  _globals['_CLEARREQUEST']._serialized_end=198
+  _globals['_CLEARRESPONSE']._serialized_start=200
+  _globals['_CLEARRESPONSE']._serialized_end=215
+  _globals['_SCALERESPONSE']._serialized_start=218
+  _globals['_SCALERESPONSE']._serialized_end=455
+  _globals['_SCALERESPONSE_ACTION']._serialized_start=366
+  _globals['_SCALERESPONSE_ACTION']._serialized_end=455
+  _globals['_CONTROLLERSERVICE']._serialized_start=458
+  _globals['_CONTROLLERSERVICE']._serialized_end=739
 # @@protoc_insertion_point(module_scope)

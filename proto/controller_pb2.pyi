@@ -27,6 +27,14 @@ class ScaleRequest(_message.Message):
     max: bool
     def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., max: _Optional[bool] = ...) -> None: ...
 
+class ClearRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClearResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ScaleResponse(_message.Message):
     __slots__ = ("action", "worker_id", "seconds", "replicas", "error")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

@@ -45,6 +45,11 @@ class ControllerServiceStub:
                 request_serializer=twinpool_dot_proto_dot_controller__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=twinpool_dot_proto_dot_controller__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/twinpool.controller.v1.ControllerService/Clear',
+                request_serializer=twinpool_dot_proto_dot_controller__pb2.ClearRequest.SerializeToString,
+                response_deserializer=twinpool_dot_proto_dot_controller__pb2.ClearResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer:
@@ -65,6 +70,13 @@ class ControllerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clear(self, request, context):
+        """Drains all workers of both pools; answers when the last has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=twinpool_dot_proto_dot_controller__pb2.ScaleRequest.FromString,
                     response_serializer=twinpool_dot_proto_dot_controller__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=twinpool_dot_proto_dot_controller__pb2.ClearRequest.FromString,
+                    response_serializer=twinpool_dot_proto_dot_controller__pb2.ClearResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class ControllerService:
             '/twinpool.controller.v1.ControllerService/Scale',
             twinpool_dot_proto_dot_controller__pb2.ScaleRequest.SerializeToString,
             twinpool_dot_proto_dot_controller__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.controller.v1.ControllerService/Clear',
+            twinpool_dot_proto_dot_controller__pb2.ClearRequest.SerializeToString,
+            twinpool_dot_proto_dot_controller__pb2.ClearResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,12 @@ class PoolSection(Section):
     worker_id: str | None = Field(None, description="identity; None takes role and port")
     tp_size: int = Field(1, gt=0, description="tensor parallel ranks of each pipeline stage of a worker")
     pp_size: int = Field(1, gt=0, description="pipeline stages of a worker; its ranks are tp_size × pp_size processes")
+    launcher: Literal["local", "ray"] = Field(
+        "local", description="how ranks start: processes on this machine, or on the nodes of a Ray cluster"
+    )
+    node_labels: tuple[str, ...] = Field(
+        (), description="key=value labels of the Ray nodes that may run the pool's workers"
+    )
     engine: EngineSection = EngineSection()
     drain_timeout_s: float = Field(30.0, ge=0, description="time that running requests get after SIGTERM")
 
@@ -134,9 +140,25 @@ class RouterSection(Section):
         return workers
 
 
+class RaySection(Section):
+    """The Ray cluster that places workers, or ranks of a worker."""
+
+    address: str | None = Field(None, description="host:port of a running Ray cluster")
+    namespace: str = Field("twinpool", description="Ray namespace of placement groups and actors")
+    placement_group: str | None = Field(None, description="placement group whose bundles take the ranks of a worker")
+    cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that each rank reserves, beside its GPU if it has one")
+    placement_timeout_s: float = Field(600.0, gt=0, description="time for enough nodes to join and be free")
+    orphan_s: float = Field(
+        600.0, ge=0, description="a worker of the controller's that has lost Ray serves on for so long, then drains"
+    )
+
+
 class ControllerSection(Section):
     """The process that starts and drains workers: ``twinpool up``, or ``twinpool serve controller``."""
 
+    launcher: Literal["local", "ray"] = Field(
+        "local", description="where `twinpool up` runs workers: on this machine, or on the Ray cluster at ray.address"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int | None = Field(
         None,
@@ -261,6 +283,7 @@ class Config(Section):
     decode: PoolSection = PoolSection()
     transport: TransportSection = TransportSection()
     session: SessionSection = SessionSection()
+    ray: RaySection = RaySection()
     tls: TlsSection = TlsSection()
     auth: AuthSection = AuthSection()
     client: ClientSection = ClientSection()

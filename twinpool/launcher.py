@@ -4,12 +4,15 @@
 that all children share one folder. 2. ``deployment`` starts the controller, which tells the router of the workers, and
 the children; the supervisor says when they are ready. 3. The caller uses it, and ``twinpool scale`` changes the pools.
 4. Leaving the block drains the router, then the workers, and leaves nothing running.
+
+With ``controller.launcher`` ray the workers run on a Ray cluster instead: the controller is a child, like the router.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import secrets
@@ -18,8 +21,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
+import grpc.aio
+
 from twinpool.child import ChildSpec
-from twinpool.config import Config, PoolSection
+from twinpool.config import Config
 from twinpool.config_loader import to_environment
 from twinpool.controller.fleet import ROLES, Role
 from twinpool.controller.local_fleet import LocalFleet
@@ -30,7 +35,8 @@ from twinpool.errors import ConfigError
 from twinpool.model_source import model_name, resolve_model
 from twinpool.port_picker import PortPicker
 from twinpool.progress import Progress
-from twinpool.rpc import dialled
+from twinpool.proto import controller_pb2, controller_pb2_grpc
+from twinpool.rpc import Dialer, dialled
 from twinpool.run_token import drop_token, keep_token
 from twinpool.supervisor import Supervisor
 from twinpool.tls import ClientTls, client_tls, internal_client
@@ -77,11 +83,13 @@ class Plan:
     closed: Config
     router: ChildSpec
     workers: Mapping[Role, tuple[ChildSpec, ...]]
+    controller: ChildSpec | None = None
 
     @property
     def specs(self) -> tuple[ChildSpec, ...]:
         """All processes, the router first: it is drained first."""
-        return (self.router, *(spec for role in ROLES for spec in self.workers[role]))
+        controller = [] if self.controller is None else [self.controller]
+        return (self.router, *controller, *(spec for role in ROLES for spec in self.workers[role]))
 
 
 def prepare(config: Config, progress: Progress) -> Plan:
@@ -94,17 +102,23 @@ def prepare(config: Config, progress: Progress) -> Plan:
     with contextlib.closing(PortPicker()) as ports:
         config = _with_ports(config, ports)
         folder = resolve_model(config.model, progress)
+        given = config
         model = config.model.model_copy(update={"path": str(folder), "name": model_name(config.model)})
         config = config.model_copy(update={"model": model})
         closed = _closed(config)
-        pools: dict[Role, PoolSection] = {"prefill": config.prefill, "decode": config.decode}
+        here = config.controller.launcher == "local"
+        counts: dict[Role, int] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
         workers = {
-            role: tuple(_worker_spec(closed, ports, role, number) for number in range(pools[role].replicas))
+            role: tuple(worker_spec(closed, ports, role, number) for number in range(counts[role] if here else 0))
             for role in ROLES
         }
         address = f"{dialled(config.router.host)}:{config.router.grpc_port}"
         router = _spec("router", "router", closed, {}, address, client_tls(closed), config.router.drain_timeout_s)
-        return Plan(config, closed, router, workers)
+        if here:
+            return Plan(config, closed, router, workers)
+        model = given.model.model_copy(update={"name": model.name})  # each node finds the model for itself
+        controller = _controller_spec(closed.model_copy(update={"model": model}))
+        return Plan(config, closed, router, workers, controller)
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +137,14 @@ async def deployment(
     """
     started = time.monotonic()
     supervisor = Supervisor(plan.specs, log, report)
-    fleet = LocalFleet(plan.closed, supervisor, functools.partial(_one_worker_spec, plan.closed))
+    workers = _local_workers(plan, supervisor, report) if plan.controller is None else _ray_workers(plan, supervisor)
+    async with workers:
+        yield Deployment(plan.config, supervisor, time.monotonic() - started)
+
+
+@contextlib.asynccontextmanager
+async def _local_workers(plan: Plan, supervisor: Supervisor, report: Callable[[str], None]) -> AsyncIterator[None]:
+    fleet = LocalFleet(plan.closed, supervisor, functools.partial(_one_spec, plan.closed))
     for role in ROLES:
         for number, spec in enumerate(plan.workers[role]):
             fleet.started(role, number, spec)
@@ -136,7 +157,7 @@ async def deployment(
         await supervisor.ready()
         keeping = [asyncio.create_task(pool.run()) for pool in pools.values()]
         await controller.set_serving(SERVICE, True)
-        yield Deployment(plan.config, supervisor, time.monotonic() - started)
+        yield
     finally:
         for task in keeping:
             task.cancel()
@@ -144,6 +165,28 @@ async def deployment(
         await supervisor.stop()
         await controller.stop(0)
         drop_token(controller.port)
+
+
+@contextlib.asynccontextmanager
+async def _ray_workers(plan: Plan, supervisor: Supervisor) -> AsyncIterator[None]:
+    try:
+        supervisor.start()
+        await supervisor.ready()
+        yield
+    finally:
+        try:
+            await supervisor.remove(plan.router.name)
+            await _clear(plan.closed)
+        finally:
+            await supervisor.stop()
+
+
+async def _clear(config: Config) -> None:
+    """Ends the workers on the Ray cluster; if nobody can, the next controller takes them up."""
+    address = f"{dialled(config.controller.host)}:{config.controller.known_port}"
+    async with Dialer.of(config).channel(address) as opened:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await controller_pb2_grpc.ControllerServiceStub(opened).Clear(controller_pb2.ClearRequest())
 
 
 def _keep_token(plan: Plan, report: Callable[[str], None]) -> None:
@@ -172,6 +215,11 @@ def _check_pools(config: Config) -> None:
             "router.disaggregate is always but prefill.replicas is 0; add prefill workers (--prefill-replicas) "
             "or set --disaggregate never"
         )
+    if config.controller.launcher == "ray" and config.session.token is None:
+        raise ConfigError(
+            "workers on Ray outlive `twinpool up` if it is killed, so they need a token that lasts; set "
+            "TWINPOOL_SESSION__TOKEN"
+        )
     if config.router.workers:
         raise ConfigError(
             "router.workers is set, but `twinpool up` starts its own workers; leave it out, or run the router alone "
@@ -196,13 +244,18 @@ def _with_ports(config: Config, ports: PortPicker) -> Config:
     return config.model_copy(update=updates)
 
 
-def _one_worker_spec(config: Config, role: Role, number: int) -> ChildSpec:
+def _one_spec(config: Config, role: Role, number: int) -> ChildSpec:
     """A worker beside those that run."""
     with contextlib.closing(PortPicker()) as ports:
-        return _worker_spec(config, ports, role, number)
+        return worker_spec(config, ports, role, number)
 
 
-def _worker_spec(config: Config, ports: PortPicker, role: Role, number: int) -> ChildSpec:
+def worker_spec(config: Config, ports: PortPicker, role: Role, number: int) -> ChildSpec:
+    """Worker ``number`` of a pool as a child of this process, on ports that are free here.
+
+    Raises:
+        ConfigError: a configured port is in use.
+    """
     pool = config.prefill if role == "prefill" else config.decode
     name = f"{pool.worker_id or role}-{number}"
     port = _pool_port(ports, pool.host, pool.port, number, f"{role}.port")
@@ -214,6 +267,12 @@ def _worker_spec(config: Config, ports: PortPicker, role: Role, number: int) -> 
         values[f"{role}.health_port"] = str(health_port)
     address = f"{dialled(pool.host)}:{port}"
     return _spec(name, role, config, values, address, internal_client(config.tls), pool.drain_timeout_s)
+
+
+def _controller_spec(config: Config) -> ChildSpec:
+    address = f"{dialled(config.controller.host)}:{config.controller.known_port}"
+    spec = _spec("controller", "controller", config, {}, address, internal_client(config.tls), 0)
+    return dataclasses.replace(spec, service=SERVICE)
 
 
 def _pool_port(ports: PortPicker, host: str, first: int, index: int, key: str) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,8 @@ import pytest
 from processes import alive, children
 
 from background_load import background_load
+from deployments import twinpool, up
 from twinpool import AsyncClient
-
-TWINPOOL = [sys.executable, "-P", "-m", "twinpool"]
-SETTINGS = {
-    "router.disaggregate": "always",
-    "decode.drain_timeout_s": "0.5",
-    "prefill.drain_timeout_s": "0.5",
-    "router.drain_timeout_s": "1",
-}
-
-
-async def twinpool(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *TWINPOOL, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(120):
-        output, errors = await process.communicate()
-    return process.returncode or 0, output.decode(), errors.decode()
 
 
 @pytest.fixture
@@ -41,36 +24,14 @@ async def deployment(
 ) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
     """What ``twinpool up --json`` says, and its process; it has drawn a token of its own."""
     monkeypatch.setenv("TWINPOOL_CACHE", str(tmp_path / "cache"))
-    settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
-    ports = ["--grpc-port", "0", "--http-port", "0", "--json"]
-    with (tmp_path / "up.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *TWINPOOL, "up", "--model", str(tiny_llama), *ports, *settings, stdout=asyncio.subprocess.PIPE, stderr=log
-        )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(120):
-            text = b"".join([line async for line in until_brace(process.stdout)])
-        yield json.loads(text), process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        async with asyncio.timeout(30):
-            await process.wait()
-        print((tmp_path / "up.log").read_text(errors="replace"))
-
-
-async def until_brace(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while line := await stream.readline():
-        yield line
-        if line == b"}\n":
-            return
+    async with up(tiny_llama, tmp_path, {}) as started:
+        yield started
 
 
 async def test_both_pools_grow_and_shrink_under_load(deployment: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    addresses, up = deployment
+    addresses, launcher = deployment
     at = ("--address", addresses["controller"])
-    before = children(up.pid)
+    before = children(launcher.pid)
     async with AsyncClient(addresses["grpc"]) as client, background_load(client) as load:
         steps = {}
         for pool, size in [("decode", 3), ("prefill", 2), ("decode", 1), ("prefill", 1)]:
@@ -89,15 +50,15 @@ async def test_both_pools_grow_and_shrink_under_load(deployment: Any, capsys: py
     assert [step["worker"] for step in steps["prefill to 1"]] == ["prefill-1"]
     assert {worker.worker_id for worker in status.workers} == {"prefill-0", "decode-0"}
     assert load.prefill_workers["prefill-1"]
-    assert sorted(children(up.pid)) == sorted(before)
+    assert sorted(children(launcher.pid)) == sorted(before)
 
 
 async def test_sizes_that_cannot_be_are_refused_and_a_failed_start_leaves_the_rest(
     deployment: Any, tiny_llama: Path
 ) -> None:
-    addresses, up = deployment
+    addresses, launcher = deployment
     at = ("--address", addresses["controller"])
-    before = children(up.pid)
+    before = children(launcher.pid)
     assert (await twinpool("scale", "decode", "0", *at))[0::2] == (1, f"error: {NEEDS_ONE.format('decode')}\n")
     assert (await twinpool("scale", "prefill", "0", *at))[0::2] == (1, f"error: {NEEDS_ONE.format('prefill')}\n")
     assert "the pools are prefill and decode" in (await twinpool("scale", "router", "2", *at))[2]
@@ -116,16 +77,13 @@ async def test_sizes_that_cannot_be_are_refused_and_a_failed_start_leaves_the_re
     code, output, errors = await twinpool("scale", "decode", "1", *at)
     assert code == 0, errors
 
-    monkey = os.environ | {"TWINPOOL_SESSION__TOKEN": "wrong"}
-    process = await asyncio.create_subprocess_exec(
-        *TWINPOOL, "scale", "decode", "2", *at, env=monkey, stderr=asyncio.subprocess.PIPE
-    )
-    assert b"bearer token" in (await process.communicate())[1]
-    assert sorted(children(up.pid)) == sorted(before)
-    up.send_signal(signal.SIGTERM)
+    wrong = os.environ | {"TWINPOOL_SESSION__TOKEN": "wrong"}
+    assert "bearer token" in (await twinpool("scale", "decode", "2", *at, environment=wrong))[2]
+    assert sorted(children(launcher.pid)) == sorted(before)
+    launcher.send_signal(signal.SIGTERM)
     async with asyncio.timeout(30):
-        await up.wait()
+        await launcher.wait()
     assert not any(map(alive, before))
 
 
-NEEDS_ONE = "the {} pool needs 1 or more; to stop the deployment, end `twinpool up`"
+NEEDS_ONE = "the {} pool needs 1 or more; `twinpool scale all 0` ends all workers"

@@ -13,6 +13,8 @@ from load import check_same, prompt, stream
 from twinpool import AsyncClient
 from twinpool.results import Completion
 
+PAUSE_S = 0.1
+"""Between the requests of a stream: what starts beside them needs processors too."""
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -24,9 +26,11 @@ class Load:
     redispatches: int = 0
     prefill_workers: Counter[str] = field(default_factory=Counter)
     decode_workers: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[int] = field(default_factory=Counter)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add(self, answer: Completion) -> None:
+    def add(self, stream: int, answer: Completion) -> None:
+        self.rounds[stream] += 1
         self.finished += 1
         self.redispatches += answer.usage.redispatches
         self.prefill_workers[answer.prefill_worker] += 1
@@ -37,6 +41,13 @@ class Load:
         """Waits until so many more requests have finished."""
         wanted = self.finished + count
         while self.finished < wanted:
+            self.news.clear()
+            await self.news.wait()
+
+    async def new_round(self) -> None:
+        """Waits until every stream has finished a request that began after this call."""
+        wanted = {stream: count + 2 for stream, count in self.rounds.items()}
+        while any(self.rounds[stream] < count for stream, count in wanted.items()):
             self.news.clear()
             await self.news.wait()
 
@@ -60,7 +71,8 @@ async def background_load(client: AsyncClient, lengths: Sequence[int] = (8, 20, 
         while not stopping:
             answer = await stream(client, ids, max_tokens=length, **OPTIONS)
             check_same(answer, wanted[number])
-            load.add(answer)
+            load.add(number, answer)
+            await asyncio.sleep(PAUSE_S)
 
     async def whole() -> None:
         async with asyncio.TaskGroup() as group:

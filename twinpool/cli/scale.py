@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from twinpool.proto import controller_pb2
     from twinpool.rpc import Dialer
 
-MAX = "max"
+MAX, ALL = "max", "all"
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def scale(
-    pool: Annotated[str, typer.Argument(help="prefill or decode.")],
+    pool: Annotated[str, typer.Argument(help="prefill or decode; `all 0` ends all workers.")],
     size: Annotated[str, typer.Argument(help="Number of workers, or max: as many as fit.")],
     address: Annotated[
         str | None,
@@ -45,6 +45,8 @@ def scale(
 
     if size != MAX and not size.isdecimal():
         raise InvalidRequest(f"size {size!r} is no number; give the number of workers, or {MAX}", "size")
+    if pool == ALL and size != "0":
+        raise InvalidRequest(f"all {size} is no size; name a pool, or end all workers with `all 0`", "size")
     loaded = load_config(config, settings).config
     at = address or f"{dialled(loaded.controller.host)}:{loaded.controller.known_port}"
     port = at.rpartition(":")[2]
@@ -71,8 +73,12 @@ async def _scale(address: str, dialer: Dialer, pool: str, size: str, json: bool)
     started = time.monotonic()
     steps: list[dict[str, Any]] = []
     async with dialer.channel(address) as opened:
+        stub = controller_pb2_grpc.ControllerServiceStub(opened)
         try:
-            async for response in controller_pb2_grpc.ControllerServiceStub(opened).Scale(request):
+            if pool == ALL:
+                await stub.Clear(controller_pb2.ClearRequest())
+                return []
+            async for response in stub.Scale(request):
                 steps.append(_step(response))
                 if not json:
                     _print(pool, steps[-1])
@@ -85,7 +91,7 @@ async def _scale(address: str, dialer: Dialer, pool: str, size: str, json: bool)
     seconds = round(time.monotonic() - started, 3)
     if json:
         print_json({"pool": pool, "steps": steps, "seconds": seconds})
-    elif not steps:
+    elif not steps and pool != ALL:
         print(f"{pool} has that size already")
     return steps
 

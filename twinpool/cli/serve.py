@@ -18,10 +18,11 @@ Port = Annotated[int | None, typer.Option("--port", help="gRPC port; 0 picks a f
 
 def register(app: typer.Typer) -> None:
     """Adds the command group."""
-    group = typer.Typer(help="Runs one process: router, prefill worker or decode worker.", no_args_is_help=True)
+    group = typer.Typer(help="Runs one process: router, prefill or decode worker, or controller.", no_args_is_help=True)
     group.command("router")(router)
     group.command("prefill")(prefill)
     group.command("decode")(decode)
+    group.command("controller")(controller)
     app.add_typer(group, name="serve")
 
 
@@ -66,7 +67,7 @@ def prefill(
     """Runs a prefill worker: computes prompts and promises their KV."""
     flags = _worker_flags("prefill", model, dtype, host, port) | {"prefill.kv_port": ("--kv-port", kv_port)}
     prepared, folder = _prepare(config, settings, flags)
-    _require_torch()
+    _require("torch", "twinpool[worker,nixl]")
     from twinpool.prefill_worker.main import run
 
     raise typer.Exit(run(prepared, folder))
@@ -82,10 +83,37 @@ def decode(
 ) -> None:
     """Runs a decode worker: reads KV and generates."""
     prepared, folder = _prepare(config, settings, _worker_flags("decode", model, dtype, host, port))
-    _require_torch()
+    _require("torch", "twinpool[worker,nixl]")
     from twinpool.decode_worker.main import run
 
     raise typer.Exit(run(prepared, folder))
+
+
+def controller(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    host: Host = None,
+    port: Annotated[int | None, typer.Option("--port", help="gRPC port; 0 picks one.", show_default="8200")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="host:port of the Ray cluster.", show_default=False)
+    ] = None,
+) -> None:
+    """Keeps both pools at their sizes on a Ray cluster; needs a node of it on this machine."""
+    from twinpool.logs import setup_logging
+    from twinpool.parent_watch import follow_parent
+
+    follow_parent()
+    flags: dict[str, tuple[str, object]] = {
+        "controller.host": ("--host", host),
+        "controller.port": ("--port", port),
+        "ray.address": ("--ray-address", ray_address),
+    }
+    loaded = load_config(config, settings, flags).config
+    setup_logging(loaded.logging)
+    _require("ray", "twinpool[worker,ray]")
+    from twinpool.controller.main import run
+
+    raise typer.Exit(run(loaded))
 
 
 def _worker_flags(
@@ -116,8 +144,8 @@ def _prepare(
     return loaded.model_copy(update={"model": model}), folder
 
 
-def _require_torch() -> None:
+def _require(package: str, extra: str) -> None:
     import importlib.util
 
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("workers need torch, which is not installed; pip install 'twinpool[worker,nixl]'")
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"this command needs {package}, which is not installed; pip install '{extra}'")

@@ -38,6 +38,12 @@ def up(
     dtype: Dtype = None,
     http_port: Annotated[int | None, typer.Option("--http-port", help="0 picks one.", show_default="8000")] = None,
     grpc_port: Annotated[int | None, typer.Option("--grpc-port", help="0 picks one.", show_default="8100")] = None,
+    launcher: Annotated[
+        str | None, typer.Option("--launcher", help="Workers here (local), or on a Ray cluster.", show_default="local")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="host:port of the Ray cluster.", show_default=False)
+    ] = None,
     controller_port: Annotated[
         int | None, typer.Option("--controller-port", help="For `twinpool scale`; 0 picks one.", show_default="8200")
     ] = None,
@@ -57,6 +63,8 @@ def up(
         "router.http_port": ("--http-port", http_port),
         "router.grpc_port": ("--grpc-port", grpc_port),
         "controller.port": ("--controller-port", controller_port),
+        "controller.launcher": ("--launcher", launcher),
+        "ray.address": ("--ray-address", ray_address),
         "router.disaggregate": ("--disaggregate", disaggregate),
         "prefill.replicas": ("--prefill-replicas", prefill_replicas),
         "decode.replicas": ("--decode-replicas", decode_replicas),

@@ -46,6 +46,11 @@ class Pool:
         self._pause_s = FIRST_PAUSE_S
         self._waiting: set[asyncio.Queue[Step | None]] = set()
         self._wake = asyncio.Event()
+        self._retargeted = asyncio.Event()
+
+    async def wait_retargeted(self) -> None:
+        """Returns after the next change of the target."""
+        await self._retargeted.wait()
 
     async def run(self) -> None:
         """Keeps the size until cancelled."""
@@ -60,7 +65,7 @@ class Pool:
         """Sets the target and yields each step until the pool has reached it. Leaving early stops nothing."""
         news: asyncio.Queue[Step | None] = asyncio.Queue()
         self._waiting.add(news)
-        self.target = replicas
+        self._aim(replicas)
         self._wake.set()
         try:
             while not (self._settled and news.empty()):
@@ -68,6 +73,11 @@ class Pool:
                     yield step
         finally:
             self._waiting.discard(news)
+
+    def _aim(self, target: int) -> None:
+        self.target = target
+        self._retargeted.set()
+        self._retargeted = asyncio.Event()
 
     @property
     def _settled(self) -> bool:
@@ -107,7 +117,7 @@ class Pool:
             log.error("a %s worker could not be started: %s", self.role, error.message)
             seconds = time.monotonic() - started
             if self._waiting:
-                self.target = min(self.target, len(self._fleet.replicas(self.role)) + self._adding - 1)
+                self._aim(min(self.target, len(self._fleet.replicas(self.role)) + self._adding - 1))
             else:
                 await asyncio.sleep(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)

@@ -56,10 +56,22 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         size = await self._fleet.capacity(pool.role) if request.WhichOneof("size") == "max" else request.replicas
         if size < least:
             raise InvalidRequest(
-                f"the {pool.role} pool needs {least} or more; to stop the deployment, end `twinpool up`", "replicas"
+                f"the {pool.role} pool needs {least} or more; `twinpool scale all 0` ends all workers", "replicas"
             )
         async for step in pool.scale(size):
             yield _response(step)
+
+    async def Clear(
+        self, request: controller_pb2.ClearRequest, context: grpc.aio.ServicerContext
+    ) -> controller_pb2.ClearResponse:
+        """See controller.proto."""
+
+        async def empty(pool: Pool) -> None:
+            async for _ in pool.scale(0):
+                pass
+
+        await asyncio.gather(*(empty(pool) for pool in self._pools.values()))
+        return controller_pb2.ClearResponse()
 
 
 def least_sizes(config: Config) -> Mapping[Role, int]:

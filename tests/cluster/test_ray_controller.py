@@ -1,0 +1,141 @@
+"""``twinpool up --launcher ray`` on a cluster of three nodes: placed by label, replaced, adopted, scaled.
+
+The head holds no replica. It dies, and the controller dies, and no running stream notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import alive, children
+
+from background_load import background_load
+from clusters import is_free
+from deployments import LIMIT_S, twinpool, up
+from ray_cluster import RayCluster, command_line
+from twinpool import AsyncClient
+from twinpool.results import Status
+
+pytest.importorskip("ray")
+
+TOKEN = "a token that outlives the launcher"
+SETTINGS = {
+    "controller.launcher": "ray",
+    "prefill.node_labels": "pool=prefill",
+    "decode.node_labels": "pool=decode",
+    "ray.orphan_s": "1",
+}
+
+
+@pytest.fixture
+async def ray_cluster() -> AsyncIterator[RayCluster]:
+    cluster = await asyncio.to_thread(RayCluster, [{"pool": "prefill"}, {"pool": "decode"}], 3)
+    try:
+        yield cluster
+    finally:
+        await asyncio.to_thread(cluster.stop)
+
+
+@pytest.fixture
+async def deployment(
+    ray_cluster: RayCluster, tiny_llama: Path, tmp_path: Path
+) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
+    environment = ray_cluster.environment | {"TWINPOOL_SESSION__TOKEN": TOKEN}
+    try:
+        async with up(tiny_llama, tmp_path, SETTINGS | {"ray.address": ray_cluster.address}, environment) as started:
+            yield started
+            running = [pid for pids in ray_cluster.workers().values() for pid in pids]
+        assert not any(map(alive, running))  # `up` has ended them
+    finally:
+        print(ray_cluster.log())
+
+
+def counts(cluster: RayCluster) -> dict[str, int]:
+    return {pool: len(pids) for pool, pids in cluster.workers().items() if pids}
+
+
+def controller_of(launcher: asyncio.subprocess.Process) -> int:
+    return next(pid for pid in children(launcher.pid) if "controller" in command_line(pid))
+
+
+async def scale(addresses: dict[str, str], pool: str, size: int) -> list[dict[str, Any]]:
+    environment = os.environ | {"TWINPOOL_SESSION__TOKEN": TOKEN}
+    at = ("--address", addresses["controller"])
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            code, output, errors = await twinpool("scale", pool, str(size), *at, "--json", environment=environment)
+            if "no controller answers" not in errors:
+                break
+    assert code == 0, output + errors
+    return list(json.loads(output)["steps"])
+
+
+async def until(client: AsyncClient, condition: Callable[[Status], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition(await client.status()):
+            await asyncio.sleep(0.1)
+
+
+def are_alive(*names: str) -> Callable[[Status], bool]:
+    return lambda status: {worker.worker_id for worker in status.workers if worker.state == "alive"} == set(names)
+
+
+async def test_replaced_adopted_and_undisturbed_by_the_end_of_head_and_controller(
+    ray_cluster: RayCluster, deployment: Any
+) -> None:
+    addresses, launcher = deployment
+    assert counts(ray_cluster) == {"prefill": 1, "decode": 1}
+    async with AsyncClient(addresses["grpc"]) as client:
+        await scale(addresses, "decode", 2)
+        async with background_load(client) as load:
+            await load.served_by("decode-0", "decode-1")
+
+            victim = ray_cluster.workers()["decode"][0]
+            os.kill(victim, signal.SIGKILL)
+            await until(
+                client,
+                lambda status: (
+                    are_alive("prefill-0", "decode-0", "decode-2")(status)
+                    or are_alive("prefill-0", "decode-1", "decode-2")(status)
+                ),
+            )
+            await load.served_by("decode-2")
+            assert counts(ray_cluster) == {"prefill": 1, "decode": 2}
+            workers, redispatches = ray_cluster.workers(), load.redispatches
+
+            ray_cluster.kill_head()
+            os.kill(controller_of(launcher), signal.SIGKILL)
+            await load.more(40)
+            assert ray_cluster.workers() == workers
+            ray_cluster.start_head()
+            steps = await scale(addresses, "decode", 1)  # by the next controller, which has taken all up
+            assert [(step["action"], step["worker"]) for step in steps] == [("removed", "decode-2")]
+            await load.more(4)
+        assert load.redispatches - redispatches <= 4 * 2  # those that decode-2 handed over, not others
+        await until(client, lambda status: is_free(status) and len(status.workers) == 2)
+    assert counts(ray_cluster) == {"prefill": 1, "decode": 1}
+
+
+@pytest.mark.slow
+async def test_both_pools_grow_and_shrink_under_load(
+    ray_cluster: RayCluster, deployment: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    addresses, _ = deployment
+    async with AsyncClient(addresses["grpc"]) as client, background_load(client) as load:
+        steps = {}
+        for pool, size in [("decode", 3), ("prefill", 2), ("decode", 1), ("prefill", 1)]:
+            steps[f"{pool} to {size}"] = await scale(addresses, pool, size)
+            await load.more(4)
+            if pool == "decode" and size == 3:
+                await load.served_by("decode-1", "decode-2")
+                assert counts(ray_cluster) == {"prefill": 1, "decode": 3}
+    with capsys.disabled():
+        print(json.dumps(steps | {"requests": load.finished, "redispatches": load.redispatches}))
+    assert counts(ray_cluster) == {"prefill": 1, "decode": 1}
