@@ -79,7 +79,7 @@ class _Flight:
 
     plan: StepPlan
     learns: bool
-    launched_at: float
+    began_at: float
 
 
 class Engine:
@@ -191,13 +191,14 @@ class Engine:
             self._fail(attempt_id, FailureCode.DEADLINE, "the deadline passed", now)
         moved = False
         while len(self._flights) < self._executor.max_in_flight:
+            began_at = self._clock()
             plan = self._scheduler.schedule(now)
             for request, message in self._scheduler.faults:
                 self._postprocessor.refuse(request, message, now)
             moved = moved or bool(plan.scheduled) or self._scheduler.preempted_last
             if not plan.scheduled:
                 break
-            self._launch(plan)
+            self._launch(plan, began_at)
         if self._flights:
             self._land(self._flights.popleft())
         outputs = self._outputs.take(self._scheduler.step, self._pool.take_events())
@@ -299,10 +300,10 @@ class Engine:
         self._outputs.fail(root, code, message, field)
         self._attempts.abort(attempt_id, message, now)
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, began_at: float) -> None:
         announcements = self._exporter.step(plan)
         learns = self._speculation is not None and all(entry.request.is_decoding for entry in plan.scheduled)
-        self._flights.append(_Flight(plan, learns, self._clock()))
+        self._flights.append(_Flight(plan, learns, began_at))
         self._executor.launch(plan, announcements.layer_groups, announcements.on_layers)
 
     def _land(self, flight: _Flight) -> None:
@@ -321,7 +322,7 @@ class Engine:
             return
         now = self._clock()
         # In a full pipeline a step costs what passes between two that land, not its own way through all stages.
-        seconds = now - max(flight.launched_at, self._landed_at)
+        seconds = now - max(flight.began_at, self._landed_at)
         self._landed_at = now
         if flight.learns:
             self._learn(plan, result, seconds)

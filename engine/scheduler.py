@@ -295,6 +295,8 @@ class Scheduler:
         if room <= 0:
             return []
         drafts = self._speculation.propose(request)[:room]
+        if not drafts:
+            return []
         if self.tables.can_allocate(request, request.num_tokens + len(drafts), headroom=len(self.running)):
             self.tables.grow(request, request.num_tokens + len(drafts))
             return drafts

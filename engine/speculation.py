@@ -7,8 +7,10 @@ compute) and yields the accepted ones as extra tokens. Speculation pays while
 
 so both times and the acceptance are tracked for each batch-size bucket (powers of two) as moving averages. What is not
 in use is probed now and then, for both can change with the traffic: drafts that do not pay are tried for a few steps
-after ``probe_interval`` plain ones, and a plain step is timed after as many with drafts. No clock and no randomness:
-the same observations give the same decisions.
+after ``probe_interval`` plain ones, and a plain step is timed after as many with drafts. Searching costs, too: after
+``patience`` steps in a row in which nothing was found, each further one is followed by a pause twice as long as the one
+before, up to ``longest_pause`` steps; a draft found ends that. No clock and no randomness: the same observations give
+the same decisions.
 
 A step: ``begin_step`` decides, ``propose`` gives drafts or none, ``end_step`` learns. A draft model or EAGLE joins as
 another ``ports.Proposer``; nothing here depends on where drafts come from. Decisions never change the output: drafts
@@ -31,6 +33,8 @@ class SpeculationSettings:
     margin: float = 0.03
     probe_interval: int = 64
     probe_steps: int = 4
+    patience: int = 8
+    longest_pause: int = 64
 
 
 @dataclass(slots=True)
@@ -55,6 +59,10 @@ class _Bucket:
     drafting: bool = True
     steps_since_probe: int = 0
     probes_left: int = 0
+    fruitless: int = 0
+    """Searches in a row that found nothing."""
+    pause: int = 0
+    """Steps left without a search."""
 
 
 class SpeculationController:
@@ -67,20 +75,22 @@ class SpeculationController:
     def should_draft(self, batch_size: int) -> bool:
         """Whether the coming step of ``batch_size`` generating requests should verify drafts. Does not mutate."""
         bucket = self._bucket(batch_size)
-        return bucket.drafting != (bucket.probes_left > 0)
+        return bucket.pause == 0 and bucket.drafting != (bucket.probes_left > 0)
 
     def observe(self, batch_size: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """Learns from a step that only generated (no prompt tokens: their time would be counted as the drafts').
 
-        ``num_drafts`` and ``num_accepted`` are sums over the batch; a step without drafts counts as a plain one,
-        whatever ``should_draft`` said.
+        ``num_drafts`` and ``num_accepted`` are sums over the batch; a step without drafts counts as a plain one or, if
+        ``should_draft`` holds, as a search that found nothing, whose time is neither's. ``seconds`` include the search.
         """
         bucket = self._bucket(batch_size)
+        sought = self.should_draft(batch_size)
+        self._search(bucket, sought, found=num_drafts > 0)
         smoothing = self._settings.smoothing
         if num_drafts:
             bucket.draft_s.add(seconds, smoothing)
             bucket.tokens.add(1 + num_accepted / batch_size, smoothing)
-        else:
+        elif not sought:
             bucket.plain_s.add(seconds, smoothing)
         self._decide(bucket, drafted=num_drafts > 0)
 
@@ -94,6 +104,16 @@ class SpeculationController:
         if bucket is None:
             bucket = self._buckets[key] = _Bucket(_Average(), _Average(), _Average())
         return bucket
+
+    def _search(self, bucket: _Bucket, sought: bool, found: bool) -> None:
+        if found:
+            bucket.fruitless = bucket.pause = 0
+        elif sought:
+            bucket.fruitless += 1
+            doublings = bucket.fruitless - self._settings.patience
+            bucket.pause = min(1 << min(doublings, 16), self._settings.longest_pause) if doublings >= 0 else 0
+        elif bucket.pause:
+            bucket.pause -= 1
 
     def _decide(self, bucket: _Bucket, drafted: bool) -> None:
         settings = self._settings

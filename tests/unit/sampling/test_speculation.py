@@ -72,13 +72,41 @@ def test_same_observations_same_decisions() -> None:
     assert first == second
 
 
-def test_steps_without_drafts_count_as_plain() -> None:
-    """A proposer that finds nothing is neither rewarded nor punished, and never leaves a probe hanging."""
+def search(controller: SpeculationController, batch: int, steps: int) -> list[bool]:
+    """Whether each of ``steps`` steps searched; none finds anything."""
+    searched = []
+    for _ in range(steps):
+        searched.append(controller.should_draft(batch))
+        controller.observe(batch, 0, 0, 0.02)
+    return searched
+
+
+def test_searches_that_find_nothing_become_rare_and_never_end() -> None:
+    """Neither rewarded nor punished: what counts is how often nothing was found in a row, per batch size."""
     controller = SpeculationController()
-    for _ in range(300):
-        controller.observe(4, 0, 0, 0.02)
+    searched = search(controller, 4, 2000)
+    assert all(searched[:8])
+    assert sum(searched[8:100]) <= 10
+    assert 1 <= sum(searched[200:265]) <= 3
+    assert sum(searched[-650:]) >= 10
     assert controller.gain(4) is None
-    assert any(controller.should_draft(4) or controller.observe(4, 0, 0, 0.02) for _ in range(10))
+    assert controller.should_draft(32)
+
+
+def test_a_draft_found_ends_the_pauses() -> None:
+    controller = SpeculationController()
+    search(controller, 4, 500)
+    while not controller.should_draft(4):
+        controller.observe(4, 0, 0, 0.02)
+    controller.observe(4, 8, 8, 0.021)
+    assert sum(run(controller, 4, 100, 0.02, 0.021, accepted=2)) > 90
+
+
+def test_searches_become_rare_while_drafts_do_not_pay_either() -> None:
+    """A probe that waits for a draft does not keep the search on."""
+    controller = SpeculationController()
+    run(controller, 4, 200, plain_s=0.020, draft_s=0.080, accepted=0.5)
+    assert sum(search(controller, 4, 1000)) < 40
 
 
 def test_adaptive_proposer_drafts_only_while_it_pays() -> None:
