@@ -72,7 +72,7 @@ $(RUN): $(INPUTS)
 	@touch $@
 
 $(DEV): $(RUN)
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[worker,nixl,dev]'
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[worker,nixl,ray,dev]'
 	@touch $@
 
 $(CHART): $(DEV) scripts/chart_tools

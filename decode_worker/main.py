@@ -10,8 +10,9 @@ from twinpool.decode_worker.worker import DecodeWorker
 from twinpool.proto import worker_pb2_grpc
 from twinpool.rpc import RpcServer, Servicer
 from twinpool.tls import internal_server
+from twinpool.worker.addresses import check_closed, check_port
 from twinpool.worker.session import WorkerService
-from twinpool.worker.startup import check_closed, check_port, load_parts, loading_log
+from twinpool.worker.startup import load_parts, loading_log
 
 WORKER_SERVICE = "twinpool.worker.v1.WorkerService"
 

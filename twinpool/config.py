@@ -143,10 +143,19 @@ class RouterSection(Section):
 class RaySection(Section):
     """The Ray cluster that places workers, or ranks of a worker."""
 
-    address: str | None = Field(None, description="host:port of a running Ray cluster")
+    address: str | None = Field(
+        None, description="host:port of a running Ray cluster; None starts a head per worker, which followers join"
+    )
     namespace: str = Field("twinpool", description="Ray namespace of placement groups and actors")
-    placement_group: str | None = Field(None, description="placement group whose bundles take the ranks of a worker")
+    placement_group: str | None = Field(
+        None,
+        description="placement group in the namespace whose bundles take the ranks in order, the first on the node of "
+        "this process; None makes one",
+    )
+    head_port: int = Field(6379, ge=0, le=65535, description="port of an own head; 0 picks a free one")
+    node_cpus: int | None = Field(None, ge=0, description="CPUs that an own node offers; None takes the machine's")
     cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that each rank reserves, beside its GPU if it has one")
+    object_store_mib: int = Field(80, ge=75, description="object store of an own node; nothing of ours uses it")
     placement_timeout_s: float = Field(600.0, gt=0, description="time for enough nodes to join and be free")
     orphan_s: float = Field(
         600.0, ge=0, description="a worker of the controller's that has lost Ray serves on for so long, then drains"
@@ -267,6 +276,13 @@ class ClientSection(Section):
     tls_server_name: str | None = Field(None, description="name in the router's certificate; None takes the address")
 
 
+class FollowerSection(Section):
+    """A node that joins the Ray head of a worker (ray.address) and lends itself to ranks."""
+
+    host: str = Field("127.0.0.1", description="address of this node, at which its Ray processes and health listen")
+    port: int = Field(0, ge=0, le=65535, description="health port; 0 picks a free one")
+
+
 class LoggingSection(Section):
     """Logs."""
 
@@ -284,6 +300,7 @@ class Config(Section):
     transport: TransportSection = TransportSection()
     session: SessionSection = SessionSection()
     ray: RaySection = RaySection()
+    follower: FollowerSection = FollowerSection()
     tls: TlsSection = TlsSection()
     auth: AuthSection = AuthSection()
     client: ClientSection = ClientSection()

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from twinpool.engine.channel import Channel, ChannelClosed, SocketChannel
 from twinpool.engine.errors import DoesNotFit, UnsupportedModel
@@ -41,14 +42,17 @@ log = logging.getLogger("twinpool.worker.rank_process")
 CANNOT_START = (ConnectorError, UnsupportedModel, DoesNotFit, ConfigError)
 
 
-def serve_rank(step: Channel, transfer: Channel) -> int:
-    """Runs a rank until its end; returns the exit code."""
+def serve_rank(step: Channel, transfer: Channel, host: str | None = None) -> int:
+    """Runs a rank until its end; returns the exit code.
+
+    ``host`` is the address on which its sockets listen; None takes those of rank 0, which then is on this machine.
+    """
     serving = RankTransfer(transfer, _orphaned, _failed)
     step.send(Up().encode())
     start = Start.model_validate_json(step.receive())
     setup_logging(start.config.logging)
     try:
-        rank = _start(start, step, serving)
+        rank = _start(start, step, serving, host)
     except CANNOT_START as error:
         step.send(Failed(message=str(error)).encode())
         return 1
@@ -62,14 +66,16 @@ def serve_rank(step: Channel, transfer: Channel) -> int:
     return 0
 
 
-def _start(start: Start, step: Channel, serving: RankTransfer) -> Rank:
+def _start(start: Start, step: Channel, serving: RankTransfer, host: str | None) -> Rank:
     config = start.config
     pool = config.prefill if start.role == "prefill" else config.decode
+    if host is not None:
+        pool = pool.model_copy(update={"host": host})
     section = pool.engine
     prepare_process(section)
     device = choose_device(config.model.device, start.local_rank, start.num_local)
     place = ParallelContext(tp_size=pool.tp_size, pp_size=pool.pp_size).at(start.rank)
-    parallel = join(place, join_store(start.group_host, start.group_port), start.group_host, device)
+    parallel = join(place, join_store(start.group_host, start.group_port), host or start.group_host, device)
     connector = make_rank_connector(config, pool)
     shard = load_shard(
         Path(start.model_folder),
@@ -99,21 +105,22 @@ def _failed(error: Exception) -> None:
     os._exit(1)
 
 
-def main() -> int:
-    """Entry point: file descriptors of the step and the transfer channel are the arguments."""
+def run_rank(step: Channel, transfer: Channel, host: str | None = None) -> NoReturn:
+    """Makes this process a rank (see ``serve_rank``) and ends it with the rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step, transfer = (SocketChannel(socket.socket(fileno=int(argument))) for argument in sys.argv[1:3])
-    return serve_rank(step, transfer)
-
-
-if __name__ == "__main__":
     code = 1
     try:
-        code = main()
+        code = serve_rank(step, transfer, host)
     except Exception:
         log.critical("a rank failed, its worker ends", exc_info=True)
     finally:
         logging.shutdown()
         # Without teardown: a process group waits for ranks that may be gone.
         os._exit(code)
+
+
+if __name__ == "__main__":
+    # File descriptors of the step and the transfer channel are the arguments.
+    ends = [SocketChannel(socket.socket(fileno=int(argument))) for argument in sys.argv[1:3]]
+    run_rank(ends[0], ends[1])

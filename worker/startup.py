@@ -10,6 +10,7 @@ Order, each step owned by ``Parts`` afterwards and ended by ``worker.host``:
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from twinpool.config import Config, EngineSection, PoolSection
 from twinpool.engine.core import Engine, EngineConfig
@@ -31,14 +34,13 @@ from twinpool.engine.sampler import Sampler
 from twinpool.engine.speculation import AdaptiveProposer, SpeculationController
 from twinpool.errors import ConfigError
 from twinpool.kv_transfer.connectors.base import ConnectorError, Endpoint
-from twinpool.kv_transfer.connectors.ucx import is_loopback
 from twinpool.kv_transfer.layout import KVLayout
 from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.proto import worker_pb2
 from twinpool.rpc import PROTOCOL_VERSION
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
 from twinpool.worker.rank_group import RankGroup
-from twinpool.worker.rank_launcher import LocalLauncher
+from twinpool.worker.rank_launcher import LocalLauncher, RankLauncher
 from twinpool.worker.rank_setup import (
     choose_device,
     kv_memory_bytes,
@@ -46,6 +48,7 @@ from twinpool.worker.rank_setup import (
     prepare_process,
     self_transfer,
 )
+from twinpool.worker.ray_launcher import RayLauncher
 
 log = logging.getLogger(__name__)
 
@@ -102,36 +105,6 @@ class Parts:
         )
 
 
-def check_port(host: str, port: int, key: str) -> None:
-    """Fails early, before weights are read, if ``host:port`` cannot be bound.
-
-    Raises:
-        ConfigError: names the address and the setting ``key``.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it or set {key}"
-            ) from error
-
-
-def check_closed(host: str, token: str | None, key: str) -> None:
-    """A worker that others can reach serves only peers with the cluster token.
-
-    Raises:
-        ConfigError: ``host`` (setting ``key``) is not loopback and there is no token.
-    """
-    if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"{key} is {host}, which other machines can reach, but session.token is not set; "
-            "set the same TWINPOOL_SESSION__TOKEN for routers and workers"
-        )
-
-
 def load_parts(
     config: Config, role: Role, pool: PoolSection, model_folder: Path, progress: Callable[[int, int], None]
 ) -> Parts:
@@ -142,7 +115,7 @@ def load_parts(
     """
     section = pool.engine
     prepare_process(section)
-    launcher = LocalLauncher()
+    launcher = make_launcher(config, role, pool)
     with contextlib.ExitStack() as undo:
         group = RankGroup(pool, launcher)
         undo.callback(group.close)
@@ -191,6 +164,16 @@ def load_parts(
         grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", model.vocab_size, model.eos_ids),
         identity=KVIdentity(worker_id, epoch, model.revision, built.layout, connector.name, regions),
     )
+
+
+def make_launcher(config: Config, role: Role, pool: PoolSection) -> RankLauncher:
+    """How the other ranks start. A worker without any needs no Ray. Raises ConfigError if that cannot work."""
+    if pool.launcher == "local" or pool.tp_size * pool.pp_size == 1:
+        return LocalLauncher()
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"{role}.launcher is ray, which is not installed; pip install 'twinpool[worker,ray]'")
+    use_gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    return RayLauncher(config, role, pool, use_gpu)
 
 
 def _rank_lost(rank: int) -> None:

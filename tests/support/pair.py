@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from twinpool.config import Config, EngineSection, ModelConfig, PoolSection, TransportSection
+from twinpool.config import Config, EngineSection, ModelConfig, PoolSection, RaySection, TransportSection
 from twinpool.decode_worker.policy import DecodePolicy
 from twinpool.decode_worker.translate import first_token
 from twinpool.engine import commands
@@ -49,7 +50,7 @@ from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.prefill_worker.policy import PrefillPolicy
 from twinpool.prefill_worker.worker import ExportsPort
 from twinpool.worker.rank_group import RankGroup
-from twinpool.worker.rank_launcher import LocalLauncher
+from twinpool.worker.startup import make_launcher
 
 CPU = torch.device("cpu")
 PEER_D, PEER_P = "decode", "prefill"
@@ -68,7 +69,7 @@ class Grammars(LLGuidanceGrammars):
 class Pool:
     """An executor and its KV regions, for one engine after the other; KV of earlier engines stays in them as garbage.
 
-    Ranks other than 0 are real processes.
+    Ranks other than 0 are real processes, of the cluster that ``ray`` names if it is given.
     """
 
     built: BuiltExecutor
@@ -76,14 +77,24 @@ class Pool:
     ranks: Sequence[RankEndpoint]
 
     @classmethod
-    def load(cls, folder: Path, block_size: int, num_blocks: int, tp_size: int = 1, pp_size: int = 1) -> Pool:
+    def load(
+        cls,
+        folder: Path,
+        block_size: int,
+        num_blocks: int,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        ray: RaySection | None = None,
+    ) -> Pool:
         section = EngineSection(block_size=block_size, num_blocks=num_blocks)
+        launcher: Literal["local", "ray"] = "local" if ray is None else "ray"
         config = Config(
-            model=ModelConfig(path=str(folder), dtype="float32"),
-            decode=PoolSection(tp_size=tp_size, pp_size=pp_size, engine=section),
+            model=ModelConfig(path=str(folder), dtype="float32", device="cpu"),
+            decode=PoolSection(tp_size=tp_size, pp_size=pp_size, engine=section, launcher=launcher),
             transport=TransportSection(connector="local"),
+            ray=ray or RaySection(),
         )
-        group = RankGroup(config.decode, LocalLauncher())
+        group = RankGroup(config.decode, make_launcher(config, "decode", config.decode))
         group.join(config, "decode", folder, CPU)
         connector = LocalConnector()
         built = build_executor(

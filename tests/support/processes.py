@@ -42,3 +42,31 @@ def listening(pid: int) -> set[str]:
                 address = ipaddress.ip_address(b"".join(words))
                 found.add(str(getattr(address, "ipv4_mapped", None) or address))
     return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment with which the process started; empty if it is gone or not ours."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """All live processes that were started with ``variable`` set to ``value``, whoever their parents are by now."""
+    pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+    return [pid for pid in pids if environment(pid).get(variable) == value and alive(pid)]
+
+
+def command(pid: int) -> str:
+    """The command line, or the title that the process gave itself; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def parent(pid: int) -> int:
+    """The parent process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -10,7 +10,7 @@ from twinpool.config import Config, ModelConfig, RouterSection, SessionSection
 from twinpool.errors import ConfigError
 from twinpool.launcher import prepare
 from twinpool.progress import Progress
-from twinpool.worker.startup import check_closed
+from twinpool.worker.addresses import check_closed
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::"])

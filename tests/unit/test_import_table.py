@@ -28,7 +28,7 @@ ALLOWED = {
 CONFINED = {
     "torch": ("engine/", "worker/", "prefill_worker/", "decode_worker/", "kv_transfer/", "kernels/"),
     "nixl": ("kv_transfer/connectors/nixl",),
-    "ray": ("twinpool/controller/ray_",),
+    "ray": ("twinpool/controller/ray_", "worker/ray_"),
     "triton": ("kernels/",),
     "fastapi": ("router/",),
     "gguf": ("twinpool/gguf_folder.py", "twinpool/demo_model.py"),

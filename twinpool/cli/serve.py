@@ -13,16 +13,23 @@ from twinpool.config import Config
 from twinpool.errors import ConfigError
 
 Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.", show_default="127.0.0.1")]
+Launcher = Annotated[
+    str | None, typer.Option("--launcher", help="local or ray: how ranks start.", show_default="local")
+]
 Port = Annotated[int | None, typer.Option("--port", help="gRPC port; 0 picks a free one.", show_default="0")]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command group."""
-    group = typer.Typer(help="Runs one process: router, prefill or decode worker, or controller.", no_args_is_help=True)
+    group = typer.Typer(
+        help="Runs one process: router, worker, controller, or a node for ranks of a worker.",
+        no_args_is_help=True,
+    )
     group.command("router")(router)
     group.command("prefill")(prefill)
     group.command("decode")(decode)
     group.command("controller")(controller)
+    group.command("follower")(follower)
     app.add_typer(group, name="serve")
 
 
@@ -62,10 +69,12 @@ def prefill(
     dtype: Dtype = None,
     host: Host = None,
     port: Port = None,
+    launcher: Launcher = None,
     kv_port: Annotated[int | None, typer.Option("--kv-port", help="Port of the KV service.", show_default="0")] = None,
 ) -> None:
     """Runs a prefill worker: computes prompts and promises their KV."""
-    flags = _worker_flags("prefill", model, dtype, host, port) | {"prefill.kv_port": ("--kv-port", kv_port)}
+    flags = _worker_flags("prefill", model, dtype, host, port, launcher)
+    flags |= {"prefill.kv_port": ("--kv-port", kv_port)}
     prepared, folder = _prepare(config, settings, flags)
     _require("torch", "twinpool[worker,nixl]")
     from twinpool.prefill_worker.main import run
@@ -80,9 +89,10 @@ def decode(
     dtype: Dtype = None,
     host: Host = None,
     port: Port = None,
+    launcher: Launcher = None,
 ) -> None:
     """Runs a decode worker: reads KV and generates."""
-    prepared, folder = _prepare(config, settings, _worker_flags("decode", model, dtype, host, port))
+    prepared, folder = _prepare(config, settings, _worker_flags("decode", model, dtype, host, port, launcher))
     _require("torch", "twinpool[worker,nixl]")
     from twinpool.decode_worker.main import run
 
@@ -116,14 +126,38 @@ def controller(
     raise typer.Exit(run(loaded))
 
 
+def follower(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    head: Annotated[
+        str | None, typer.Option("--head", help="host:port of the worker's Ray head.", show_default=False)
+    ] = None,
+    host: Host = None,
+    port: Annotated[int | None, typer.Option("--port", help="Health port.", show_default="0")] = None,
+) -> None:
+    """Lends this node to the ranks of a worker whose first rank runs elsewhere, with --launcher ray."""
+    from twinpool.logs import setup_logging
+    from twinpool.parent_watch import follow_parent
+
+    follow_parent()
+    flags = {"ray.address": ("--head", head), "follower.host": ("--host", host), "follower.port": ("--port", port)}
+    loaded = load_config(config, settings, flags).config
+    setup_logging(loaded.logging)
+    _require("ray", "twinpool[worker,ray]")
+    from twinpool.worker.follower import run
+
+    raise typer.Exit(run(loaded))
+
+
 def _worker_flags(
-    role: str, model: str | None, dtype: str | None, host: str | None, port: int | None
+    role: str, model: str | None, dtype: str | None, host: str | None, port: int | None, launcher: str | None
 ) -> dict[str, tuple[str, object]]:
     return {
         "model.path": ("--model", model),
         "model.dtype": ("--dtype", dtype),
         f"{role}.host": ("--host", host),
         f"{role}.port": ("--port", port),
+        f"{role}.launcher": ("--launcher", launcher),
     }
 
 
