@@ -4,7 +4,8 @@
 
 Rows of a program are (query, query head) pairs that share one KV head, so that each key is loaded once per group.
 Scores are kept in units of log 2. Nothing behind a request's last key is ever loaded: what the rest of its last block,
-or the null block, holds cannot reach a result. Offsets into the KV region are 64 bits wide.
+or the null block, holds cannot reach a result. Offsets into the KV region are 64 bits wide. Numbers that change from
+step to step, and the alignment of a batch's parts, are not compiled into a kernel.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def _attend(
     return acc, peak, mass
 
 
-@triton.jit(do_not_specialize=["num_queries", "layer", "num_splits", "num_kv_heads", "table_stride", "window"])
+@triton.jit(
+    do_not_specialize=["num_queries", "layer", "num_splits", "num_kv_heads", "table_stride", "window"],
+    do_not_specialize_on_alignment=["members", "query_start_loc", "seq_lens", "tables"],
+)
 def decode_kernel(
     query, kv, output, partials, stats, members, query_start_loc, seq_lens, tables,
     num_queries, layer, num_splits, num_kv_heads, table_stride, query_stride, block_stride, scale, cap, window,
@@ -115,7 +119,10 @@ def decode_kernel(
         tl.store(output + place[:, None] * HEAD_DIM + dims[None, :], result.to(output.dtype.element_ty), mask=cells)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_splits", "num_heads"])
+@triton.jit(
+    do_not_specialize=["num_queries", "num_splits", "num_heads"],
+    do_not_specialize_on_alignment=["members", "query_start_loc"],
+)
 def combine_kernel(
     partials, stats, output, members, query_start_loc, num_queries, num_splits, num_heads,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, ALL: tl.constexpr,
@@ -142,7 +149,10 @@ def combine_kernel(
         tl.store(output + place + dims, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["layer", "num_kv_heads", "table_stride", "window"])
+@triton.jit(
+    do_not_specialize=["layer", "num_kv_heads", "table_stride", "window"],
+    do_not_specialize_on_alignment=["tiles", "query_start_loc", "seq_lens", "tables"],
+)
 def prefill_kernel(
     query, kv, output, tiles, query_start_loc, seq_lens, tables,
     layer, num_kv_heads, table_stride, query_stride, block_stride, scale, cap, window,

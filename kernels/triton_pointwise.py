@@ -24,7 +24,7 @@ def gated_kernel(gate_up, output, size, WIDTH: tl.constexpr, GELU: tl.constexpr)
     tl.store(output + row * size + columns, (active * up).to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer", "num_heads", "num_kv_heads"])
+@triton.jit(do_not_specialize=["layer", "num_heads", "num_kv_heads"], do_not_specialize_on_alignment=["slot_mapping"])
 def rotary_write_kernel(
     query_key, value, cos, sin, output, kv, slot_mapping,
     layer, row_stride, head_stride, value_row_stride, value_head_stride, block_stride, num_heads, num_kv_heads,
