@@ -18,7 +18,6 @@ from kernel_cases import (
     check_gates,
     check_norms,
     check_sampling,
-    randn,
 )
 from triton.testing import do_bench
 
@@ -33,6 +32,15 @@ STEPS = (
     [(3, 90), (1, 33), (16, 16)],
     [(150, 150), (1, 40), (200, 900)],
 )
+SHAPES = (
+    (9, 3, 64, None, None),
+    (32, 8, 128, 300, None),
+    (7, 1, 128, None, None),
+    (4, 4, 128, None, 30.0),
+    (8, 4, 256, 37, 50.0),
+    (4, 2, 80, None, None),
+)
+"""Heads, KV heads, head size, window, soft cap."""
 
 
 def contract_cases(device: torch.device) -> dict[str, list[Callable[[], None]]]:
@@ -41,11 +49,11 @@ def contract_cases(device: torch.device) -> dict[str, list[Callable[[], None]]]:
     cases: dict[str, list[Callable[[], None]]] = {}
     for dtype in (BF16, F16, F32):
         name = str(dtype).removeprefix("torch.")
-        heads = ((9, 3, 64), (32, 8, 128), (7, 1, 128), (4, 4, 128), (8, 4, 256), (4, 2, 80))
-        options = ((None, None), (37, None), (None, 30.0), (300, 50.0))
+        # Each geometry is several kernels to compile; float32 is for the exact tests of small models.
+        shapes = SHAPES[:2] if dtype is F32 else SHAPES
         cases[f"attention, rotary and write {name}"] = [
-            partial(check_attention, kernels, AttentionCase(s, *h, window=w, soft_cap=c, dtype=dtype), device)
-            for s, h, (w, c) in itertools.product(STEPS, heads, options)
+            partial(check_attention, kernels, AttentionCase(step, *shape, window=w, soft_cap=c, dtype=dtype), device)
+            for step, (*shape, w, c) in itertools.product(STEPS, shapes)
         ]
         cases[f"norms {name}"] = [
             partial(check_norms, kernels, size, dtype, weight, device)
@@ -58,7 +66,7 @@ def contract_cases(device: torch.device) -> dict[str, list[Callable[[], None]]]:
             for tokens, (experts, chosen), hot in itertools.product((1, 17, 900), ((8, 2), (60, 4)), (False, True))
         ]
         cases[f"sampling {name}"] = [
-            partial(check_sampling, RowSampler(), vocab, dtype, 1, device) for vocab in (300, 50000)
+            partial(check_sampling, RowSampler(), vocab, dtype, 1, device) for vocab in (3000, 50000)
         ]
     return cases
 
@@ -104,8 +112,8 @@ def decode_times(device: torch.device, rate: float) -> list[Row]:
     for requests, context in ((1, 16384), (16, 576), (16, 4096), (64, 2048), (256, 1024)):
         case = AttentionCase([(1, context)] * requests, 32, 8, 128, layers=1, dtype=BF16)
         batch, blocks = case.batch(device)
-        kv = randn(blocks, 1, 2, 8, 16, 128, dtype=BF16, device=device)
-        query = randn(requests, 32, 128, dtype=BF16, device=device)
+        kv = torch.randn((blocks, 1, 2, 8, 16, 128), dtype=BF16, device=device)
+        query = torch.randn((requests, 32, 128), dtype=BF16, device=device)
         attend = kernels.attention(batch, kv)
         call = partial(attend, query, query, query, kv, 0, scale=0.088, window=None, soft_cap=None)
         dense = torch.randn((2, requests, 8, context, 128), dtype=BF16, device=device)
@@ -127,8 +135,8 @@ def prefill_times(device: torch.device) -> list[Row]:
     for prompts, length in ((1, 8192), (4, 2048), (32, 256)):
         case = AttentionCase([(length, length)] * prompts, 32, 8, 128, layers=1, dtype=BF16)
         batch, blocks = case.batch(device)
-        kv = randn(blocks, 1, 2, 8, 16, 128, dtype=BF16, device=device)
-        query = randn(prompts * length, 32, 128, dtype=BF16, device=device)
+        kv = torch.randn((blocks, 1, 2, 8, 16, 128), dtype=BF16, device=device)
+        query = torch.randn((prompts * length, 32, 128), dtype=BF16, device=device)
         attend = kernels.attention(batch, kv)
         call = partial(attend, query, query, query, kv, 0, scale=0.088, window=None, soft_cap=None)
         q = torch.randn((prompts, 32, length, 128), dtype=BF16, device=device)
