@@ -27,6 +27,8 @@ _TOKENS_SCALE, _STREAMS_SCALE = 64.0, 1.0
 _PRIOR_WEIGHT, _PEERS_WEIGHT = 0.02, 0.5
 _SMOOTHING = 0.05
 _REFRESH_S = 1.0
+_SPIKE, _SPIKE_AFTER = 3.0, 2.0
+"""What was measured more often than this cannot seem more than so many times slower at once: a pause is not a pace."""
 _PRIOR = EqualCosts()
 
 
@@ -47,6 +49,8 @@ class _Family(Generic[K]):
         self._fits[key] = fit  # the newest last
         if len(self._fits) > _MOST:
             del self._fits[next(iter(self._fits))]
+        if fit.sums(now).count > _SPIKE_AFTER:
+            seconds = min(seconds, _SPIKE * self.line(key, now).at(units))
         sums = measured(units, seconds, self._scale)
         fit.add(sums, now)
         self._peers.add(sums, now)

@@ -18,6 +18,7 @@ from twinpool.router.costs import Costs, WorkerKey
 from twinpool.router.scoring import (
     Mode,
     RouteQuery,
+    burden_s,
     decode_s,
     handover_s,
     interference_s,
@@ -195,7 +196,9 @@ def _best_alone(decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs)
     scores = []
     for view in decoders:
         first_s = prefill_s(view, query, costs)
-        seconds = first_s + interference_s(view, query, costs) + decode_s(view, query, costs)
+        seconds = (
+            first_s + burden_s(view, query, costs) + interference_s(view, query, costs) + decode_s(view, query, costs)
+        )
         scores.append(_Score(view, None, (view.suspect, is_short(view, query)), first_s, seconds))
     return min(scores, key=lambda score: score.rank)
 
@@ -203,7 +206,10 @@ def _best_alone(decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs)
 def _best_pair(
     prefills: Sequence[WorkerView], decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs
 ) -> _Score | None:
-    firsts = {view.key: (view, prefill_s(view, query, costs), is_short(view, query)) for view in prefills}
+    firsts = {
+        view.key: (view, prefill_s(view, query, costs), burden_s(view, query, costs), is_short(view, query))
+        for view in prefills
+    }
     ranked = sorted(
         ((view.suspect, is_short(view, query), decode_s(view, query, costs), view.info.worker_id, view))
         for view in decoders
@@ -214,10 +220,10 @@ def _best_pair(
         linked = {(link.worker_id, link.epoch) for link in decode.report.links if link.linked}
         pairs = [first for key, first in firsts.items() if key in linked]
         pairs = [first for first in pairs if incompatibility(first[0].info, decode.info) is None]
-        for prefill, first_s, waits in pairs:
+        for prefill, first_s, later_s, waits in pairs:
             flows_s = first_s + handover_s(prefill, decode, query, costs)
             tier = (suspect or prefill.suspect, short or waits)
-            score = _Score(decode, prefill, tier, flows_s, flows_s + answer_s)
+            score = _Score(decode, prefill, tier, flows_s, flows_s + later_s + answer_s)
             if best is None or score.rank < best.rank:
                 best = score
         seen += bool(pairs)

@@ -1,7 +1,9 @@
 """What a request would cost on a worker, in estimated seconds; pure functions of a query, a view and the costs.
 
-- *Prefill*: the tokens ahead and those of the prompt that are not cached, at the worker's measured pace; and what is
-  lost when the new blocks push out cached ones, which others would have had to use again.
+- *Prefill*: the tokens ahead and those of the prompt that are not cached, at the worker's measured pace.
+- *Burden*: computing them keeps the next request waiting as long, and what new blocks push out of the cache is
+  computed again as often as prompts are found in caches. So a token that need not be computed is worth more than a
+  token of queue.
 - *Interference*: a prompt that decode computes itself delays each answer that runs there by the time of its tokens.
   A router's decision also meets answers that start later, so one is assumed where none runs.
 - *Hand-over*: the wait for the copy after the prefill, for the tokens that decode lacks.
@@ -69,8 +71,15 @@ def prefill_s(view: WorkerView, query: RouteQuery, costs: Costs) -> float:
     """Seconds until the worker has computed the prompt's first token."""
     new = to_compute(view, query)
     line = costs.prefill(view.key)
-    lost = min(max(view.cached_blocks + view.blocks_for(new) - view.info.num_blocks, 0), view.blocks_for(new))
-    return line.at(view.queued_tokens + new) + lost * view.info.block_size * line.per_unit_s * costs.reuse
+    return line.at(view.queued_tokens + new)
+
+
+def burden_s(view: WorkerView, query: RouteQuery, costs: Costs) -> float:
+    """Seconds that later requests lose: the one that comes next waits, and pushed out blocks are computed again."""
+    new = to_compute(view, query)
+    blocks = view.blocks_for(new)
+    lost = min(max(view.cached_blocks + blocks - view.info.num_blocks, 0), blocks) * view.info.block_size
+    return costs.prefill(view.key).per_unit_s * (new + lost * costs.reuse)
 
 
 def interference_s(view: WorkerView, query: RouteQuery, costs: Costs) -> float:

@@ -53,11 +53,15 @@ class Probe:
         """Random tokens: no two prompts share a prefix that a cache could hit."""
         return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
 
-    async def send(self, prompt: Sequence[int], route: Route, max_tokens: int) -> Sample:
-        """Sends one greedy request and reads it to its end. Raises TwinpoolError if it fails."""
+    async def send(self, prompt: Sequence[int], route: Route | None, max_tokens: int) -> Sample:
+        """Sends one greedy request and reads it to its end. None leaves the route to the router.
+
+        Raises:
+            TwinpoolError: it failed.
+        """
         options: Options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
         request = to_request(prompt, options)
-        metadata = (*self._metadata, ("x-twinpool-route", route))
+        metadata = self._metadata if route is None else (*self._metadata, ("x-twinpool-route", route))
         collector, arrivals = Collector(), []
         sent = time.perf_counter()
         try:

@@ -67,6 +67,17 @@ def test_one_bad_measurement_is_forgotten_by_use_and_by_time() -> None:
     assert learner.costs(late + 23).prefill(A).at(100) == pytest.approx(0.1, rel=0.2)
 
 
+def test_a_pause_is_not_a_pace_but_a_slow_worker_is_found_out() -> None:
+    learner = Learner()
+    for _ in range(10):
+        learner.first_token(A, 1000, 1.0, 1.0)
+    learner.first_token(A, 1000, 60.0, 1.0)
+    assert learner.costs(1.0).prefill(A).at(1000) < 1.5
+    for _ in range(10):
+        learner.first_token(A, 1000, 10.0, 1.0)
+    assert learner.costs(1.0).prefill(A).at(1000) > 5.0
+
+
 def test_a_backlog_speaks_for_the_time_since_the_report() -> None:
     backlog = Backlog()
     backlog.sent(1, 1, 500, 600)

@@ -98,7 +98,7 @@ def test_least_queued_prefill_and_least_loaded_decode() -> None:
 
 
 def test_a_cached_prefix_is_worth_the_time_of_its_tokens() -> None:
-    """Affinity draws a request until the queue there costs more than the tokens saved."""
+    """Affinity draws a request until the queue costs more than its tokens do, to itself and to whoever comes next."""
     decode = view("decode", 0, (P0, P1))
     cached = {"prefill-0": 50}  # 800 tokens
 
@@ -107,8 +107,8 @@ def test_a_cached_prefix_is_worth_the_time_of_its_tokens() -> None:
         return names(route([busy, P1, decode], num_tokens=1000, cached_blocks=cached))
 
     assert with_queue(0) == ("decode-0", "prefill-0")
-    assert with_queue(700) == ("decode-0", "prefill-0")
-    assert with_queue(900) == ("decode-0", "prefill-1")
+    assert with_queue(1500) == ("decode-0", "prefill-0")
+    assert with_queue(1700) == ("decode-0", "prefill-1")
 
 
 def test_decode_that_has_the_prefix_reads_less() -> None:
