@@ -64,6 +64,7 @@ class RayFleet:
         self._placed: dict[str, _Placed] = {}
         self._next: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
 
     async def connect(self) -> None:
@@ -76,8 +77,9 @@ class RayFleet:
         names = await self._ask(lambda: ray.util.list_named_actors(all_namespaces=True))
         ours = [str(item["name"]) for item in names if item["namespace"] == self._config.ray.namespace]
         numbers = {name: int(match[2]) for name in ours if (match := _NAME.fullmatch(name))}
-        for name in sorted(numbers, key=numbers.__getitem__):
-            await self._adopt(name)
+        await asyncio.gather(*map(self._adopt, numbers))
+        for replicas in self._replicas.values():
+            replicas.sort(key=lambda replica: numbers[replica.worker_id])
         groups = await self._ask(ray.util.placement_group_table)
         for group in groups.values():
             if self._is_ours(group["name"]) and group["state"] != "REMOVED" and group["name"] not in self._groups:
@@ -85,10 +87,14 @@ class RayFleet:
 
     async def close(self) -> bool:
         """Leaves the cluster; False when a call to Ray still blocks a thread, because the head is away."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *self._ending]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._placed.clear()
+        for replicas in self._replicas.values():
+            replicas.clear()
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.to_thread(ray.shutdown)
@@ -120,13 +126,13 @@ class RayFleet:
 
     def retire(self, replica: Replica) -> None:
         """See ``Fleet``."""
+        self._tasks.pop(replica.worker_id).cancel()
         self._replicas[replica.role].remove(replica)
         self._changed()
 
     async def drain(self, replica: Replica) -> None:
         """See ``Fleet``."""
         placed = self._placed.pop(replica.worker_id)
-        self._tasks.pop(replica.worker_id).cancel()
         await self._end(placed.actor, placed.group)
 
     async def capacity(self, role: Role) -> int:
@@ -259,8 +265,12 @@ class RayFleet:
         except Unavailable as error:
             how = error.message
         log.warning("%s has ended and will be replaced: %s", replica.worker_id, how)
-        del self._placed[replica.worker_id], self._tasks[replica.worker_id]
-        self.retire(replica)
+        del self._placed[replica.worker_id]
+        this = self._tasks.pop(replica.worker_id)
+        self._ending.add(this)
+        this.add_done_callback(self._ending.discard)
+        self._replicas[replica.role].remove(replica)
+        self._changed()
         await self._end(placed.actor, placed.group)
 
     async def _adopt(self, name: str) -> None:
