@@ -6,8 +6,9 @@
    take the other bundles. It returns once the worker is ready or has failed.
 3. ``wait`` returns when the worker has ended; ``drain`` ends it. The actor starts no second worker: a replica whose
    rank died is replaced as a whole.
-4. The controller kills the actor and removes the group. When Ray is lost, and the actor with it, the worker serves on
-   for ``ray.orphan_s`` and then drains: by then its replacement runs, if there is a cluster again.
+4. The controller kills the actor and removes the group. An actor that dies takes its worker along, unless Ray's node
+   (the raylet) has died too: then the worker serves on for ``ray.orphan_s`` before it drains. By then its replacement
+   runs, if there is a cluster again. The actor follows its raylet by itself, because Ray leaves that to running calls.
 
 The worker is a process of its own session and talks to routers and other workers only; Ray carries none of it.
 """
@@ -30,7 +31,7 @@ from twinpool.config_loader import load
 from twinpool.controller.fleet import Role
 from twinpool.errors import TwinpoolError
 from twinpool.launcher import worker_spec
-from twinpool.parent_watch import PARENT_GRACE_S
+from twinpool.parent_watch import PARENT_GRACE_S, PARENT_RUNNER
 from twinpool.port_picker import PortPicker
 from twinpool.rpc import dialled
 
@@ -73,7 +74,9 @@ class RayReplica:
                     spec = worker_spec(self._config, ports, self._role, self._number)
             except TwinpoolError as error:
                 return self._describe("ended", error.message)
-            grace = {PARENT_GRACE_S: str(self._config.ray.orphan_s)}
+            raylet = os.getppid()
+            asyncio.get_running_loop().add_reader(os.pidfd_open(raylet), os._exit, 1)
+            grace = {PARENT_GRACE_S: str(self._config.ray.orphan_s), PARENT_RUNNER: str(raylet)}
             self._spec = replace(spec, environment={**_without_ray(spec.environment), **grace})
             self._child = Child(self._spec, _print_line, _print_report)
             self._life = asyncio.create_task(self._live(self._child))
