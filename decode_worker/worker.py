@@ -151,7 +151,7 @@ class DecodeWorker:
 
     def receive(self, link: PrefillLink, message: FromPrefill) -> None:
         """See ``prefill_link.Exchanges``."""
-        self.transfer.post(partial(self._table.receive, link.key, message))
+        self.transfer.post(partial(self._table.receive, link.key, message, time.monotonic()))
 
     def _send_soon(self, link: PrefillLink, message: FromDecode) -> None:
         self._loop.call_soon_threadsafe(link.send, message)

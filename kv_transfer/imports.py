@@ -146,8 +146,12 @@ class ImportTable:
         if exchange is not None:
             self._end(exchange, leave=True)
 
-    def receive(self, peer: str, message: FromPrefill) -> None:
-        """Takes a message of the peer's session. What belongs to no exchange with this peer is ignored."""
+    def receive(self, peer: str, message: FromPrefill, at: float | None = None) -> None:
+        """Takes a message of the peer's session. What belongs to no exchange with this peer is ignored.
+
+        ``at`` is when it came, on our clock, if it had to wait for this thread: a copy may run inside a post.
+        """
+        came = self._clock() if at is None else at
         if isinstance(message, ConnectorMessage):
             link = self._links.get(peer)
             if link is not None:
@@ -161,10 +165,10 @@ class ImportTable:
             return
         if isinstance(message, Segment):
             exchange.unread.append(message)
-            exchange.segment_at = self._clock()
-            self._readable(exchange)
+            exchange.segment_at = came
+            self._readable(exchange, came)
         elif isinstance(message, Final):
-            self._final(exchange, message)
+            self._final(exchange, message, came)
         elif isinstance(message, Released):
             self._released(exchange, message)
         else:
@@ -203,25 +207,25 @@ class ImportTable:
 
     # Steps of an exchange
 
-    def _readable(self, exchange: Exchange) -> None:
+    def _readable(self, exchange: Exchange, came: float) -> None:
         if exchange.state is ExchangeState.OPENING:
             exchange.state = ExchangeState.READABLE
-            exchange.readable_at = self._clock()
+            exchange.readable_at = came
             self._emit(Readable(exchange.transfer_id))
 
-    def _final(self, exchange: Exchange, final: Final) -> None:
+    def _final(self, exchange: Exchange, final: Final, came: float) -> None:
         if all(first.finish for first in final.first_tokens):
             self._emit(Finished(exchange.transfer_id))
             self._end(exchange, leave=False)
             return
         exchange.final = final
-        exchange.final_at = self._clock()
-        self._readable(exchange)
+        exchange.final_at = came
+        self._readable(exchange, came)
         if exchange.state is ExchangeState.CONFIRMING:
             self._check_complete(exchange)
-            exchange.confirm_by = exchange.final_at + self._limits.read_timeout_s
+            exchange.confirm_by = self._clock() + self._limits.read_timeout_s
         else:
-            self._advance(exchange, exchange.final_at)
+            self._advance(exchange, self._clock())
 
     def _start_reads(self, exchange: Exchange, now: float) -> None:
         """Reads what is announced and not yet read; then perhaps that was all."""

@@ -216,7 +216,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., decode_computed_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., prefill_computed_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., route_reason: _Optional[str] = ..., redispatches: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "first_token_s", "total_s", "read_s", "sample_s", "confirm_s", "schedule_s")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "first_token_s", "total_s", "read_s", "sample_s", "confirm_s", "schedule_s", "admission_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class Timings(_message.Message):
     SAMPLE_S_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_S_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_S_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -239,7 +240,8 @@ class Timings(_message.Message):
     sample_s: float
     confirm_s: float
     schedule_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., read_s: _Optional[float] = ..., sample_s: _Optional[float] = ..., confirm_s: _Optional[float] = ..., schedule_s: _Optional[float] = ...) -> None: ...
+    admission_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., read_s: _Optional[float] = ..., sample_s: _Optional[float] = ..., confirm_s: _Optional[float] = ..., schedule_s: _Optional[float] = ..., admission_s: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "stop_reason", "usage", "timings", "prefill_worker", "decode_worker", "prompt_token_ids")
@@ -358,3 +360,47 @@ class GetStatusResponse(_message.Message):
     ready: bool
     not_ready_reason: str
     def __init__(self, version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., in_flight: _Optional[int] = ..., ready: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ...) -> None: ...
+
+class GetTraceRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class TraceStage(_message.Message):
+    __slots__ = ("name", "worker", "start_s", "duration_s", "delay_s", "usual_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    USUAL_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    worker: str
+    start_s: float
+    duration_s: float
+    delay_s: float
+    usual_s: float
+    def __init__(self, name: _Optional[str] = ..., worker: _Optional[str] = ..., start_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., usual_s: _Optional[float] = ...) -> None: ...
+
+class GetTraceResponse(_message.Message):
+    __slots__ = ("request_id", "began_unix_s", "total_s", "first_token_s", "outcome", "stages", "suspect", "redispatches", "route_reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    REDISPATCHES_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    began_unix_s: float
+    total_s: float
+    first_token_s: float
+    outcome: str
+    stages: _containers.RepeatedCompositeFieldContainer[TraceStage]
+    suspect: str
+    redispatches: int
+    route_reason: str
+    def __init__(self, request_id: _Optional[str] = ..., began_unix_s: _Optional[float] = ..., total_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., outcome: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[TraceStage, _Mapping]]] = ..., suspect: _Optional[str] = ..., redispatches: _Optional[int] = ..., route_reason: _Optional[str] = ...) -> None: ...

@@ -121,6 +121,11 @@ class InfoServiceStub:
                 request_serializer=twinpool_dot_proto_dot_inference__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=twinpool_dot_proto_dot_inference__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/twinpool.inference.v1.InfoService/GetTrace',
+                request_serializer=twinpool_dot_proto_dot_inference__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=twinpool_dot_proto_dot_inference__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
 
 
 class InfoServiceServicer:
@@ -141,6 +146,13 @@ class InfoServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """Tells where the time of a recent request went; NOT_FOUND once it is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InfoServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +165,11 @@ def add_InfoServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=twinpool_dot_proto_dot_inference__pb2.GetStatusRequest.FromString,
                     response_serializer=twinpool_dot_proto_dot_inference__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=twinpool_dot_proto_dot_inference__pb2.GetTraceRequest.FromString,
+                    response_serializer=twinpool_dot_proto_dot_inference__pb2.GetTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -210,6 +227,33 @@ class InfoService:
             '/twinpool.inference.v1.InfoService/GetStatus',
             twinpool_dot_proto_dot_inference__pb2.GetStatusRequest.SerializeToString,
             twinpool_dot_proto_dot_inference__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.inference.v1.InfoService/GetTrace',
+            twinpool_dot_proto_dot_inference__pb2.GetTraceRequest.SerializeToString,
+            twinpool_dot_proto_dot_inference__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,10 +30,13 @@ from twinpool.router.flow import FlowContext
 from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
 from twinpool.router.http_service import HttpService
 from twinpool.router.intake import Intake
+from twinpool.router.journal import Journal
 from twinpool.router.metrics import RouterMetrics
 from twinpool.router.registry import Registry
 from twinpool.router.routing import Routing
+from twinpool.router.telemetry import make_exporter
 from twinpool.router.text import ModelText
+from twinpool.router.trace import TraceBook
 from twinpool.router.worker_metrics import WorkerMetrics
 from twinpool.rpc import RpcServer, Servicer
 from twinpool.tls import ServerTls, public_server
@@ -48,9 +51,17 @@ class Router:
     """See the module docstring; made by ``start``."""
 
     def __init__(
-        self, config: Config, registry: Registry, admission: Admission, intake: Intake, rpc: RpcServer, http: HttpServer
+        self,
+        config: Config,
+        registry: Registry,
+        admission: Admission,
+        intake: Intake,
+        rpc: RpcServer,
+        http: HttpServer,
+        journal: Journal,
     ) -> None:
         self._config = config
+        self._journal = journal
         self.intake = intake
         self._registry = registry
         self._admission = admission
@@ -72,9 +83,10 @@ class Router:
         metrics.registry.register(WorkerMetrics(registry))
         keys = ApiKeys(config.auth)
         admission = Admission(config.router, lambda: capacity(registry.views(), config.router))
-        context = FlowContext(config.router, registry, text, metrics, Routing(registry, config.router.pace_weight))
-        intake = Intake(context, admission)
-        inference, info = InferenceServicer(intake, text, keys), InfoServicer(registry, admission)
+        journal = Journal(TraceBook(config.router.kept_traces), make_exporter(config.router.otlp_endpoint))
+        routing = Routing(registry, config.router.pace_weight)
+        intake = Intake(FlowContext(config.router, registry, text, metrics, routing, journal), admission)
+        inference, info = InferenceServicer(intake, text, keys), InfoServicer(registry, admission, journal.book)
         servicers = [
             Servicer(INFERENCE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
             Servicer(INFO, lambda server: add_InfoServiceServicer_to_server(info, server)),
@@ -97,7 +109,7 @@ class Router:
         await rpc.set_serving(INFO, True)
         http.start()
         registry.start()
-        router = cls(config, registry, admission, intake, rpc, http)
+        router = cls(config, registry, admission, intake, rpc, http, journal)
         router._health = asyncio.create_task(router._follow_readiness())
         log.info("router %s: gRPC on port %d, HTTP on port %d", registry.identity.router_id, rpc.port, http.port)
         return router
@@ -126,6 +138,7 @@ class Router:
         drained = await self._admission.drain(timeout_s)
         await asyncio.gather(self._rpc.stop(_LAST_WORDS_S if drained else 0), self._http.stop())
         await self._registry.stop()
+        await asyncio.to_thread(self._journal.close)
         return drained
 
     async def _follow_readiness(self) -> None:

@@ -38,6 +38,7 @@ class Completion:
         requests: Sequence[inference_pb2.GenerateRequest],
         caller: Caller,
         make_format: Callable[[Sequence[Flow]], Format],
+        traceparent: str,
     ) -> Completion:
         """Admits and validates all prompts.
 
@@ -47,7 +48,7 @@ class Completion:
         flows: list[Flow] = []
         try:
             for request in requests:
-                flows.append(await intake.open(request, caller))
+                flows.append(await intake.open(request, caller, traceparent=traceparent))
             return cls(flows, make_format(flows))
         except BaseException:
             _cancel(flows)

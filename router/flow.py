@@ -20,16 +20,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from twinpool.config import Disaggregate, RouterSection
-from twinpool.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    TwinpoolError,
-)
+from twinpool.errors import Cancelled, DeadlineExceeded, InvalidRequest, TwinpoolError
 from twinpool.router.admission import Ticket
 from twinpool.router.attempt import Attempt, Leg, submission_for
 from twinpool.router.choice import Choice
 from twinpool.router.chunk import Chunk
+from twinpool.router.journal import Journal
 from twinpool.router.ledger import MAX_PAUSE_S, Ledger
 from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role
 from twinpool.router.metrics import RouterMetrics
@@ -56,6 +52,7 @@ class FlowContext:
     text: ModelText
     metrics: RouterMetrics
     routing: Routing
+    journal: Journal
 
 
 class Flow:
@@ -138,6 +135,7 @@ class Flow:
         for attempt in self._attempts:
             attempt.cancel()
         self._context.metrics.ended(error.kind)
+        self._context.journal.ended(self.request, self._arrival, self._loop.time(), error.kind, None)
         self.close()
         self._wake.set()
 
@@ -382,6 +380,7 @@ class Flow:
             )
         summary = summarize(self._attempts, len(self.request.prompt_ids), tokens, self._ledger.redispatches, times)
         self._context.metrics.finished(summary)
+        self._context.journal.ended(self.request, self._arrival, now, "ok", summary)
         return summary
 
     # Timers

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import grpc.aio
 
-from twinpool.errors import Cancelled
+from twinpool.errors import Cancelled, NotFound
 from twinpool.proto import inference_pb2, inference_pb2_grpc
 from twinpool.router.admission import Admission
 from twinpool.router.api_keys import ApiKeys
@@ -18,6 +18,7 @@ from twinpool.router.messages import FinishReason, TokenLogprob
 from twinpool.router.registry import Registry
 from twinpool.router.summary import Summary
 from twinpool.router.text import ModelText
+from twinpool.router.trace import Trace, TraceBook, suspect
 from twinpool.router.worker_session import WorkerSession
 from twinpool.rpc import authorization
 
@@ -25,6 +26,7 @@ INFERENCE = "twinpool.inference.v1.InferenceService"
 INFO = "twinpool.inference.v1.InfoService"
 REQUEST_ID_METADATA = "x-request-id"
 ROUTE_METADATA = "x-twinpool-route"
+TRACE_METADATA = "traceparent"
 
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -48,8 +50,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         metadata = context.invocation_metadata()
         caller = self._keys.caller(authorization(metadata))
-        route = dict(metadata or ()).get(ROUTE_METADATA)
-        flow = await self._intake.open(request, caller, context.time_remaining(), route)
+        named = dict(metadata or ())
+        route, trace = named.get(ROUTE_METADATA), str(named.get(TRACE_METADATA, ""))
+        flow = await self._intake.open(request, caller, context.time_remaining(), route, trace)
         # The generators below are not closed at once when a call ends while a response is being written.
         context.add_done_callback(lambda _: flow.cancel(Cancelled("the client cancelled")))
         await context.send_initial_metadata(((REQUEST_ID_METADATA, flow.request.request_id),))
@@ -61,9 +64,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 class InfoServicer(inference_pb2_grpc.InfoServiceServicer):
     """Read-only facts."""
 
-    def __init__(self, registry: Registry, admission: Admission) -> None:
+    def __init__(self, registry: Registry, admission: Admission, book: TraceBook) -> None:
         self._registry = registry
         self._admission = admission
+        self._book = book
+
+    async def GetTrace(
+        self, request: inference_pb2.GetTraceRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GetTraceResponse:
+        """See inference.proto."""
+        trace = self._book.get(request.request_id)
+        if trace is None:
+            raise NotFound(
+                f"request {request.request_id!r} is not among the last ones that this router served; "
+                "router.kept_traces says how many it keeps"
+            )
+        return _trace(trace, self._book)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -147,6 +163,7 @@ def _add_summary(message: inference_pb2.GenerateResponse, summary: Summary) -> N
             sample_s=timings.sample_s,
             confirm_s=timings.confirm_s,
             schedule_s=timings.schedule_s,
+            admission_s=timings.admission_s,
         )
     )
     message.prefill_worker = summary.prefill_worker
@@ -164,6 +181,35 @@ def _logprobs(items: Iterable[TokenLogprob], text: ModelText) -> list[inference_
         )
         for item in items
     ]
+
+
+def _trace(trace: Trace, book: TraceBook) -> inference_pb2.GetTraceResponse:
+    stages = book.usual(trace)
+    guilty = suspect(stages)
+    message = inference_pb2.GetTraceResponse(
+        request_id=trace.request_id,
+        began_unix_s=trace.began,
+        total_s=trace.total_s,
+        first_token_s=trace.first_token_s,
+        outcome=trace.outcome,
+        suspect="" if guilty is None else guilty.span.stage.value,
+    )
+    for usual in stages:
+        span = usual.span
+        stage = inference_pb2.TraceStage(
+            name=span.stage.value,
+            worker=span.worker,
+            start_s=span.start_s,
+            duration_s=span.duration_s,
+            delay_s=span.delay_s,
+        )
+        if usual.usual_s is not None:
+            stage.usual_s = usual.usual_s
+        message.stages.append(stage)
+    if trace.summary is not None:
+        message.redispatches = trace.summary.usage.redispatches
+        message.route_reason = trace.summary.usage.route_reason
+    return message
 
 
 def _worker_status(session: WorkerSession, registry: Registry) -> inference_pb2.WorkerStatus:

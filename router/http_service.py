@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from importlib import metadata
 
@@ -35,7 +35,7 @@ from twinpool.router.http_body import read_body
 from twinpool.router.intake import Intake
 from twinpool.router.metrics import RouterMetrics
 from twinpool.router.openai_chat import ChatBody, TokenizeBody
-from twinpool.router.openai_format import ChatFormat, CompletionFormat, Echo, Json
+from twinpool.router.openai_format import ChatFormat, CompletionFormat, Echo, Format, Json
 from twinpool.router.openai_types import (
     CompletionBody,
     DetokenizeBody,
@@ -115,7 +115,7 @@ class HttpService:
             reader = partial(AnswerReader, form, self._thinks, thinking)
             return ChatFormat(self._text, bool(body.logprobs), reader)
 
-        return await _answer(request, await Completion.open(self._intake, [message], request.state.caller, make), body)
+        return await _answer(request, await self._open(request, [message], make), body)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -132,7 +132,16 @@ class HttpService:
             n = flows[0].request.n
             return CompletionFormat(self._text, body.logprobs is not None, n, echoes, body.echo_only)
 
-        return await _answer(request, await Completion.open(self._intake, messages, request.state.caller, form), body)
+        return await _answer(request, await self._open(request, messages, form), body)
+
+    async def _open(
+        self,
+        request: Request,
+        messages: Sequence[inference_pb2.GenerateRequest],
+        make_format: Callable[[Sequence[Flow]], Format],
+    ) -> Completion:
+        trace = request.headers.get("traceparent", "")
+        return await Completion.open(self._intake, messages, request.state.caller, make_format, trace)
 
     async def models(self) -> Json:
         """GET /v1/models."""

@@ -7,6 +7,7 @@ belongs to the flow from the moment that it exists.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from twinpool.config import Disaggregate
 from twinpool.errors import InvalidRequest, TwinpoolError
@@ -32,11 +33,12 @@ class Intake:
         caller: Caller = ANYBODY,
         deadline_s: float | None = None,
         route: str | None = None,
+        traceparent: str = "",
     ) -> Flow:
         """A flow that is ready to be read; whoever gets it reads it or closes it.
 
         A priority better than the caller's best is lowered to that. ``route`` (local, remote) overrides
-        ``router.disaggregate`` where ``router.route_hints`` allows it.
+        ``router.disaggregate`` where ``router.route_hints`` allows it; ``traceparent`` is the client's trace.
 
         Raises:
             TwinpoolError: the request was refused.
@@ -53,7 +55,7 @@ class Intake:
             ticket = self._admission.admit(caller, request.priority, deadline_s, max_tokens)
             try:
                 mode = config.disaggregate if route is None else _mode(route, config.route_hints)
-                resolved = await resolve(request, self._context.text, self.limits())
+                resolved = replace(await resolve(request, self._context.text, self.limits()), traceparent=traceparent)
                 return Flow(resolved, self._context, ticket, arrival, deadline_s, mode)
             except BaseException:
                 ticket.release()

@@ -28,3 +28,5 @@ class ResolvedRequest:
     priority: int = 0
     session_id: str = ""
     cache_salt: str = ""
+    traceparent: str = ""
+    """W3C trace context of the client."""

@@ -50,6 +50,7 @@ class Timings:
     sample_s: float = 0.0
     confirm_s: float = 0.0
     schedule_s: float = 0.0
+    admission_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def summarize(
         sample_s=decode.sample_s,
         confirm_s=decode.confirm_s,
         schedule_s=decode.schedule_s,
+        admission_s=times.dispatched - times.arrival,
     )
     prefill_worker = last.route.prefill[0] if last.route.prefill is not None else ""
     return Summary(usage, timings, prefill_worker, last.route.decode[0])

@@ -17,6 +17,7 @@ from twinpool.results import Chunk, Collector, Completion, Model, Status, models
 from twinpool.retry import Retries
 from twinpool.rpc import channel
 from twinpool.tls import ClientTls
+from twinpool.trace import Trace, trace_from_proto
 
 
 class AsyncClient:
@@ -66,6 +67,10 @@ class AsyncClient:
     async def status(self) -> Status:
         """Workers, links and load, as the router sees them now."""
         return status_from_proto(await self._call(self._info.GetStatus, pb.GetStatusRequest()))
+
+    async def trace(self, request_id: str) -> Trace:
+        """Where the time of a recent request went. Raises NotFound once the router has forgotten it."""
+        return trace_from_proto(await self._call(self._info.GetTrace, pb.GetTraceRequest(request_id=request_id)))
 
     async def _call(self, method: Any, request: Any) -> Any:
         retries = Retries(self._max_retries, self._timeout or INFO_TIMEOUT_S)

@@ -22,6 +22,7 @@ from twinpool.results import Chunk, Collector, Completion, Model, Status, models
 from twinpool.retry import Retries
 from twinpool.rpc import MAX_MESSAGE_BYTES
 from twinpool.tls import ClientTls
+from twinpool.trace import Trace, trace_from_proto
 
 DEFAULT_ADDRESS = "127.0.0.1:8100"
 INFO_TIMEOUT_S = 10.0
@@ -89,6 +90,10 @@ class Client:
     def status(self) -> Status:
         """Workers, links and load, as the router sees them now."""
         return status_from_proto(self._call(self._info.GetStatus, pb.GetStatusRequest()))
+
+    def trace(self, request_id: str) -> Trace:
+        """Where the time of a recent request went. Raises NotFound once the router has forgotten it."""
+        return trace_from_proto(self._call(self._info.GetTrace, pb.GetTraceRequest(request_id=request_id)))
 
     def _call(self, method: Any, request: Any) -> Any:
         retries = Retries(self._max_retries, self._timeout or INFO_TIMEOUT_S)

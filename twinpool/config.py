@@ -117,6 +117,10 @@ class RouterSection(Section):
     discovery_interval_s: float = Field(2.0, gt=0, description="dns: names are resolved this often")
     workers: tuple[str, ...] = Field((), description="addresses (host:port) of workers, both pools; dns: names")
     drain_timeout_s: float = Field(30.0, ge=0, description="time that requests in flight get after SIGTERM")
+    kept_traces: int = Field(1000, gt=0, description="ended requests that `twinpool trace` can tell of")
+    otlp_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector that gets a trace per request (OTLP gRPC, http://host:4317)"
+    )
     tool_format: Literal["auto", "hermes", "llama"] = Field(
         "auto", description="how the model writes tool calls; auto sees it in the chat template"
     )

@@ -51,11 +51,17 @@ class Unsupported(InvalidRequest):
     kind = "unsupported"
 
 
-class ModelNotFound(TwinpoolError):
-    """No such model is served."""
+class NotFound(TwinpoolError):
+    """What a request names does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
     http_status = 404
+    kind = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """No such model is served."""
+
     kind = "model_not_found"
 
 

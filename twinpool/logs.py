@@ -8,6 +8,9 @@ import sys
 
 from twinpool.config import LoggingSection
 
+EXTRA = ("request_id", "outcome")
+"""What a line may carry beside its text; an object's keys in JSON."""
+
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -17,6 +20,9 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        for name in EXTRA:
+            if hasattr(record, name):
+                entry[name] = record.__dict__[name]
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)

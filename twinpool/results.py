@@ -78,6 +78,7 @@ class Timings:
     sample_s: float = 0.0
     confirm_s: float = 0.0
     schedule_s: float = 0.0
+    admission_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

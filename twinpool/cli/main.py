@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinpool.cli import bench, config_show, generate, scale, serve, status, up
+from twinpool.cli import bench, config_show, generate, scale, serve, status, top, trace, up
 from twinpool.cli.output import print_error
 from twinpool.errors import TwinpoolError
 
@@ -27,6 +27,8 @@ generate.register(app)
 status.register(app)
 scale.register(app)
 bench.register(app)
+top.register(app)
+trace.register(app)
 config_show.register(app)
 
 

@@ -1,0 +1,97 @@
+"""``twinpool top``: a running deployment, live."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from twinpool.cli.options import (
+    Address,
+    ConfigFile,
+    Settings,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    load_config,
+    open_client,
+    tls_flags,
+)
+from twinpool.errors import Unavailable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from twinpool.results import Status
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("top")(top)
+
+
+def top(
+    address: Address = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Prints one look and ends.")] = False,
+) -> None:
+    """Shows the load of every worker, refreshed until Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    loaded = load_config(config, settings, tls_flags(tls_ca, tls_cert, tls_key))
+    with open_client(address, loaded, max_retries=0) as client:
+        status, seen = client.status(), time.monotonic()
+        if once:
+            Console().print(table(status, None, 0.0))
+            return
+        with Live(table(status, None, 0.0), auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    before, status = status, client.status()
+                except Unavailable as error:
+                    live.update(error.message, refresh=True)
+                    continue
+                now = time.monotonic()
+                live.update(table(status, before, now - seen), refresh=True)
+                seen = now
+
+
+def table(status: Status, before: Status | None, seconds: float) -> Table:
+    """One look; with an earlier one, ``seconds`` ago, also steps per second."""
+    from rich.table import Table
+
+    state = "ready" if status.ready else f"not ready: {status.not_ready_reason}"
+    found = Table(title=f"twinpool {status.version}, {state}, {status.in_flight} in flight", title_justify="left")
+    numbers = ("running", "waiting", "loading", "held", "KV used", "steps/s")
+    for name in ("worker", "role", "state"):
+        found.add_column(name)
+    for name in numbers:
+        found.add_column(name, justify="right")
+    found.add_column("links")
+    steps = {worker.worker_id: worker.steps for worker in before.workers} if before is not None else {}
+    for worker in status.workers:
+        used = 1 - worker.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
+        earlier = steps.get(worker.worker_id)
+        pace = f"{(worker.steps - earlier) / seconds:.1f}" if earlier is not None and worker.steps >= earlier else ""
+        links = ", ".join(
+            f"{link.prefill_worker} {link.gigabytes_per_second:.1f} GB/s" if link.linked else f"{link.prefill_worker} -"
+            for link in worker.links
+        )
+        found.add_row(
+            worker.worker_id or worker.address,
+            worker.role,
+            f"{worker.state}, draining" if worker.draining else worker.state,
+            *(str(count) for count in (worker.running, worker.waiting, worker.loading, worker.held)),
+            f"{used:.0%}",
+            pace,
+            links,
+        )
+    return found
