@@ -3,7 +3,8 @@
 Life cycle of the process:
 
 1. The role's main loads the model and makes its worker object; the frame starts the engine thread, the transfer thread
-   and the servers. Ready is said through health once a self-transfer has worked (see ``startup``).
+   and the servers. Ready is said through health once a self-transfer has worked (see ``startup``), and alive
+   under the empty name for as long as the engine steps (see ``heartbeat``).
 2. SIGTERM or SIGINT drains: health turns NOT_SERVING, new attempts are refused, running ones get ``drain_timeout_s``.
    What is left then is handed over: its attempts fail with DRAINING and the router continues them elsewhere.
    Promised KV is served until it is released, for as long as a read may take. A second signal skips the waiting.
@@ -27,6 +28,7 @@ from twinpool.engine.core import Engine
 from twinpool.engine.grammar import LLGuidanceGrammars
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.rpc import RpcServer
+from twinpool.worker.heartbeat import watch_engine
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,14 @@ class Host:
         """Serves until a signal or a failure, drains, stops everything; returns the exit code."""
         for server, service in servers:
             await server.set_serving(service, True)
+
+        async def set_alive(alive: bool) -> None:
+            for server, _ in servers:
+                await server.set_serving("", alive)
+
+        heartbeat = asyncio.create_task(watch_engine(self._engine, set_alive))
         await self._stop.wait()
+        heartbeat.cancel()
         log.info("draining")
         role.drain(True)
         for server, service in servers:
