@@ -10,7 +10,8 @@ from twinpool.errors import ConfigError
 from twinpool.progress import Progress
 
 DEMO = "demo"
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+_TEXT_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+_WEIGHTS = "*.safetensors"
 
 
 def model_name(model: ModelConfig) -> str:
@@ -23,8 +24,8 @@ def model_name(model: ModelConfig) -> str:
     return folder.resolve().name if folder.is_dir() else model.path
 
 
-def resolve_model(model: ModelConfig, progress: Progress) -> Path:
-    """The folder that holds the model; downloads it if need be.
+def resolve_model(model: ModelConfig, progress: Progress, with_weights: bool = True) -> Path:
+    """The folder that holds the model; downloads it if need be. A router needs it without weights.
 
     Raises:
         ConfigError: there is no such model, it cannot be downloaded, or the folder lacks a file.
@@ -33,8 +34,9 @@ def resolve_model(model: ModelConfig, progress: Progress) -> Path:
         return demo_model.demo_folder(progress)
     folder = Path(model.path).expanduser()
     if folder.exists() or _is_path(model.path):
-        return _check_folder(folder, model.path)
-    return _check_folder(_from_hub(model.path, model.revision, progress), model.path)
+        return _check_folder(folder, model.path, with_weights)
+    fetched = _from_hub(model.path, model.revision, progress, with_weights)
+    return _check_folder(fetched, model.path, with_weights)
 
 
 def _is_path(text: str) -> bool:
@@ -42,15 +44,15 @@ def _is_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or text.count("/") != 1
 
 
-def _check_folder(folder: Path, given: str) -> Path:
+def _check_folder(folder: Path, given: str, with_weights: bool) -> Path:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(
             f"the model folder {given} {what}; give a Hugging Face folder, a hub id (owner/name), or demo (--model)"
         )
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
+    if with_weights and not any(folder.glob(_WEIGHTS)):
+        missing.append(_WEIGHTS)
     if missing:
         raise ConfigError(
             f"the model {given} lacks {' and '.join(missing)}; give a Hugging Face folder with config.json, "
@@ -59,13 +61,14 @@ def _check_folder(folder: Path, given: str) -> Path:
     return folder.resolve()
 
 
-def _from_hub(name: str, revision: str | None, progress: Progress) -> Path:
+def _from_hub(name: str, revision: str | None, progress: Progress, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     progress.note(f"Fetching {name} from the Hugging Face hub")
+    patterns = [*_TEXT_FILES, _WEIGHTS] if with_weights else _TEXT_FILES
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         cause = "its licence must be accepted first; accept it on the model's page and set HF_TOKEN"
         raise ConfigError(f"the model {name} is gated: {cause}") from error

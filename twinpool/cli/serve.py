@@ -56,7 +56,7 @@ def router(
         "router.workers": ("--workers", workers),
         "router.disaggregate": ("--disaggregate", disaggregate),
     }
-    prepared, folder = _prepare(config, settings, flags)
+    prepared, folder = _prepare(config, settings, flags, with_weights=False)
     from twinpool.router.main import run
 
     raise typer.Exit(run(prepared, folder))
@@ -162,7 +162,10 @@ def _worker_flags(
 
 
 def _prepare(
-    file: Path | None, settings: list[str] | None, flags: Mapping[str, tuple[str, object]]
+    file: Path | None,
+    settings: list[str] | None,
+    flags: Mapping[str, tuple[str, object]],
+    with_weights: bool = True,
 ) -> tuple[Config, Path]:
     """Loads the configuration, sets up the process and finds the model; the name in requests is filled in."""
     from twinpool.logs import setup_logging
@@ -173,7 +176,7 @@ def _prepare(
     follow_parent()
     loaded = load_config(file, settings, flags).config
     setup_logging(loaded.logging)
-    folder = resolve_model(loaded.model, Progress())
+    folder = resolve_model(loaded.model, Progress(), with_weights)
     model = loaded.model.model_copy(update={"name": model_name(loaded.model)})
     return loaded.model_copy(update={"model": model}), folder
 

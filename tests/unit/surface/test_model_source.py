@@ -28,6 +28,13 @@ def test_local_folder(tmp_path: Path) -> None:
     assert model_name(ModelConfig(path=str(folder), name="mine")) == "mine"
 
 
+def test_a_router_needs_no_weights(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "tiny", "config.json", "tokenizer.json")
+    assert resolve_model(ModelConfig(path=str(folder)), Progress(), with_weights=False) == folder.resolve()
+    with pytest.raises(ConfigError, match=r"lacks \*.safetensors"):
+        resolve_model(ModelConfig(path=str(folder)), Progress())
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -55,7 +62,10 @@ def test_hub_id_fetches_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp
     model = ModelConfig(path="owner/name", revision="v2")
     assert resolve_model(model, Progress()) == folder.resolve()
     assert (asked["name"], asked["revision"]) == ("owner/name", "v2")
+    assert "*.safetensors" in asked["allow_patterns"]
     assert "*.bin" not in asked["allow_patterns"]
+    assert resolve_model(model, Progress(), with_weights=False) == folder.resolve()
+    assert "*.safetensors" not in asked["allow_patterns"]
     assert model_name(model) == "owner/name"
 
 
