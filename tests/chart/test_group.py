@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,14 @@ from twinpool import Client
 
 
 @pytest.fixture
-def namespace(tmp_path: Path) -> Iterator[Namespace]:
+def folder() -> Iterator[Path]:
+    """With a short path, as Ray's sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="tp-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def namespace(folder: Path) -> Iterator[Namespace]:
     engine = {"kv_memory_gib": 0.02}
     values = {
         "accelerator": "cpu",
@@ -30,13 +38,15 @@ def namespace(tmp_path: Path) -> Iterator[Namespace]:
         # On a loopback address other than 127.0.0.1 Ray listens on all: the usual port may be another test's.
         "ray": {"headPort": free_ports(1)[0]},
     }
-    file = tmp_path / "values.yaml"
+    file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
-    write_tiny_llama(tmp_path / "claim" / "tiny", max_position_embeddings=4096)
+    write_tiny_llama(folder / "claim" / "tiny", max_position_embeddings=4096)
     secrets = {"token": {"token": "of-this-test"}}
-    running = Namespace(tmp_path, NAMESPACE, objects(template(4, file)), {"models": tmp_path / "claim"}, secrets)
-    yield running
-    running.close()
+    running = Namespace(folder, NAMESPACE, objects(template(4, file)), {"models": folder / "claim"}, secrets)
+    try:
+        yield running
+    finally:
+        running.close()
 
 
 def test_leader_and_follower_serve_and_drain_together(namespace: Namespace) -> None:

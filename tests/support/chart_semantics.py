@@ -190,8 +190,7 @@ def configuration_is_valid(items: list[Object], values: dict[str, Any]) -> None:
 def _twinpool_containers(items: list[Object]) -> Iterator[tuple[Object, Object]]:
     for pod in all_pods(items):
         for container in pod["spec"]["containers"]:
-            variables = environment(container)
-            if "TWINPOOL_CONFIG" in variables and not any(name.endswith("__LAUNCHER") for name in variables):
+            if "TWINPOOL_CONFIG" in environment(container):
                 yield pod, container
 
 

@@ -4,8 +4,8 @@
 2. ``start`` makes a pod of a workload: an address of its own (127.x.y.z), its volumes as folders, its init containers
    one after the other, then its containers with their own command and environment. Paths of mounts are replaced by
    the folders, 0.0.0.0 by the pod's address; nothing else is changed.
-3. A thread asks the probes. Pods that are ready stand in the names of the Services that select them, through
-   nss_wrapper, so processes resolve the cluster's names as they are.
+3. A thread asks the probes. Pods that are ready stand in the names of the Services that select them: processes
+   resolve the cluster's names as they are, through a preloaded ``getaddrinfo`` (names.c).
 4. ``delete`` does what a deletion does: out of the Services, preStop, SIGTERM, SIGKILL when the grace is over.
 5. ``close`` kills what is left.
 """
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import random
 import re
@@ -27,9 +28,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from chart import TOOLS, Object, matches, pod_templates
+from chart import Object, matches, pod_templates
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 PROBE_PAUSE_S = 0.1
 # As in the images (docker/Dockerfile), and one thread for computing.
 IMAGE_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
@@ -80,7 +81,11 @@ class Namespace:
             }
         # A network of our own on loopback: pods of other tests have other addresses and may use the same ports.
         self._network = f"127.{random.randint(64, 254)}.{random.randint(1, 254)}"
+        self._numbers = itertools.count(1)
         self._hosts = folder / "hosts"
+        self._preload = folder / "names.so"
+        source = Path(__file__).with_name("names.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self._preload, source, "-ldl"], check=True)
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._write_hosts()
@@ -99,10 +104,12 @@ class Namespace:
         (template,) = pod_templates(item)
         with self._lock:
             name = workload if item["kind"] == "Pod" else f"{workload}-{ordinal}"
-            pod = Pod(name, f"{self._network}.{len(list(self._folder.glob('pod-*'))) + 1}", template, self._folder)
-            pod.folder = self._folder / f"pod-{pod.address}-{name}"
-            pod.folder.mkdir()
-            pod.subdomain = item.get("spec", {}).get("serviceName", "")
+            number = str(next(self._numbers))
+            # Short, since Unix sockets lie below it, whose paths may have 107 bytes.
+            folder = self._folder / number
+            folder.mkdir()
+            subdomain = item.get("spec", {}).get("serviceName", "")
+            pod = Pod(name, f"{self._network}.{number}", template, folder, subdomain)
             self.pods[name] = pod
         self._write_hosts()
         for container in template["spec"].get("initContainers", ()):
@@ -173,8 +180,8 @@ class Namespace:
         environment = IMAGE_ENVIRONMENT | {
             "PATH": path,
             "TMPDIR": _local("/tmp", mounts),
-            "LD_PRELOAD": str(TOOLS / "libnss_wrapper.so"),
-            "NSS_WRAPPER_HOSTS": str(self._hosts),
+            "LD_PRELOAD": str(self._preload),
+            "POD_HOSTS": str(self._hosts),
             "GRPC_DNS_RESOLVER": "native",  # gRPC's own asks DNS servers past the C library
         }
         environment |= {key: pod.address if value == "0.0.0.0" else value for key, value in variables.items()}
@@ -247,11 +254,11 @@ class Namespace:
             lines = []
             for item in self._of_kind("Service"):
                 service = item["metadata"]["name"]
-                lines += [f"{address} {service} {service}.{self.name}" for address in self.addresses(service)]
+                lines += [f"{address} {service}" for address in self.addresses(service)]
             lines += [f"{pod.address} {pod.name}.{pod.subdomain}" for pod in self.pods.values() if pod.subdomain]
             # Renamed into place: readers see the old names or the new ones.
             fresh = self._hosts.with_suffix(".new")
-            fresh.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+            fresh.write_text("\n".join([*lines, ""]))
             fresh.rename(self._hosts)
 
     def _probe_all(self) -> None:

@@ -128,6 +128,13 @@ spec:
   value: ray
 - name: TWINPOOL_RAY__HEAD_PORT
   value: {{ .root.Values.ray.headPort | quote }}
+{{- if eq .root.Values.accelerator "cpu" }}
+{{- /* Each rank takes a CPU of Ray's: so a node takes as many as it should. GPUs count themselves. */}}
+- name: TWINPOOL_RAY__NODE_CPUS
+  value: {{ include "twinpool.ranksPerPod" . | quote }}
+- name: TWINPOOL_RAY__CPUS_PER_RANK
+  value: "1"
+{{- end }}
 - name: TWINPOOL_FOLLOWER__HOST
   value: $(POD_IP)
 - name: TWINPOOL_FOLLOWER__PORT
