@@ -62,6 +62,8 @@ class DecodeWorker:
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._links: dict[str, PrefillLink] = {}
+        self._peers: dict[int, dict[str, worker_pb2.Peer]] = {}
+        """What each session of a router names, the one that spoke last at the end."""
         self._draining = False
         self.fan = OutputFan(self._loop, final_on_first=False)
         limits = ImportLimits(config.transport.read_timeout_s, config.transport.require)
@@ -107,10 +109,20 @@ class DecodeWorker:
     def cancel_origin(self, origin: int) -> None:
         """See ``worker.session.Attempts``."""
         self.engine.post(commands.CancelOrigin(origin))
+        if self._peers.pop(origin, None) is not None and self._peers:
+            self._follow_peers()  # else the last known links stay for the next router
 
-    def peers(self, peers: list[worker_pb2.Peer]) -> None:
-        """Links to new peers and closes links to those that are gone or have restarted."""
-        wanted = {peer.worker_id: peer for peer in peers}
+    def peers(self, origin: int, peers: list[worker_pb2.Peer]) -> None:
+        """Links to what any router names: routers share nothing, and one may see less than another."""
+        self._peers.pop(origin, None)
+        self._peers[origin] = {peer.worker_id: peer for peer in peers}
+        self._follow_peers()
+
+    def _follow_peers(self) -> None:
+        """Links to new peers and closes links to those that are gone or, by the latest word, have restarted."""
+        wanted: dict[str, worker_pb2.Peer] = {}
+        for named in self._peers.values():
+            wanted |= named
         for worker_id, link in list(self._links.items()):
             if wanted.get(worker_id) != link.peer:
                 del self._links[worker_id]

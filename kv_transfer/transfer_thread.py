@@ -22,6 +22,9 @@ PUMP_INTERVAL_S = 0.0005
 Tick = Callable[[float], float | None]
 """Does what is due at ``now``; returns when to be called again (same clock), None for never."""
 
+MAX_WAIT_S = 3600.0
+"""Much longer waits overflow what the system takes."""
+
 
 class TransferThread:
     """Runs posted callables and a tick; see the module's life cycle."""
@@ -78,7 +81,7 @@ class TransferThread:
                     left = due - self._clock()
                     if left <= 0:
                         break
-                    self._condition.wait(left)
+                    self._condition.wait(min(left, MAX_WAIT_S))
                 actions = list(self._posted)
                 self._posted.clear()
                 self._woken = False

@@ -143,7 +143,7 @@ class PrefillWorker:
         """See ``worker.session.Attempts``."""
         self.engine.post(commands.CancelOrigin(origin))
 
-    def peers(self, peers: list[worker_pb2.Peer]) -> None:
+    def peers(self, origin: int, peers: list[worker_pb2.Peer]) -> None:
         """Prefill workers dial nobody."""
 
     def drain(self, enabled: bool) -> None:

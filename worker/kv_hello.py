@@ -11,6 +11,7 @@ from twinpool.proto import kv_pb2
 from twinpool.rpc import PROTOCOL_VERSION
 
 MAX_RANKS = 1024
+MAX_WORKER_ID = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class KVIdentity:
         Raises:
             ConfigError: they cannot exchange KV; names what differs, with both values.
         """
+        if not peer.worker_id.isprintable() or len(peer.worker_id) > MAX_WORKER_ID:
+            raise ConfigError(f"a worker calls itself {peer.worker_id[:MAX_WORKER_ID]!r}; set its worker_id")
         differences = (
             ("protocol", str(PROTOCOL_VERSION), str(peer.protocol)),
             ("model revision", self.revision, peer.revision),

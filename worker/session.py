@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -30,7 +31,9 @@ from twinpool.worker.translate import request_from_submit
 log = logging.getLogger(__name__)
 
 # Bounds of what a session may keep here; a router of ours stays far below.
+_ADDRESS = re.compile(r"[A-Za-z0-9._\-\[\]:%]{1,255}:[0-9]{1,5}")
 MAX_PEERS = 4096
+MAX_ROUTER_ID = 256
 MAX_OPEN_PROMPTS = 1024
 MAX_OPEN_TOKENS = 16 << 20
 
@@ -59,8 +62,8 @@ class Attempts(Protocol):
     def cancel_origin(self, origin: int) -> None:
         """Ends all attempts of a session."""
 
-    def peers(self, peers: list[worker_pb2.Peer]) -> None:
-        """Takes the complete set of prefill workers."""
+    def peers(self, origin: int, peers: list[worker_pb2.Peer]) -> None:
+        """Takes the complete set of prefill workers that a session's router sees."""
 
     def drain(self, enabled: bool) -> None:
         """Starts or takes back draining."""
@@ -89,16 +92,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             first = await asyncio.wait_for(anext(request_iterator), self._section.dead_after_s)
         except (TimeoutError, StopAsyncIteration) as error:
             raise Unavailable("the session was opened without Hello; upgrade the router") from error
+        router_id = first.hello.router_id.encode("ascii", "replace").decode()
+        if not router_id.isprintable() or len(router_id) > MAX_ROUTER_ID:
+            raise ConfigError(f"a router calls itself {router_id[:MAX_ROUTER_ID]!r}; run equal versions")
         if first.hello.protocol != PROTOCOL_VERSION:
             raise ConfigError(
-                f"router {first.hello.router_id} speaks protocol {first.hello.protocol}, this worker "
+                f"router {router_id} speaks protocol {first.hello.protocol}, this worker "
                 f"{PROTOCOL_VERSION}; run equal versions"
             )
         origin = next(self._origins)
         outbox: Outbox[worker_pb2.SessionResponse] = Outbox()
         mailbox = self._fan.open(origin, outbox)
         outbox.put_control(worker_pb2.SessionResponse(welcome=worker_pb2.Welcome(info=self._attempts.info())))
-        log.info("router %s joined", first.hello.router_id)
+        log.info("router %s joined", router_id)
         reader = asyncio.create_task(_Reader(self._attempts, self._section, origin, mailbox).run(request_iterator))
         reporter = asyncio.create_task(self._report(outbox))
         try:
@@ -109,7 +115,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             reporter.cancel()
             self._fan.close(origin)
             self._attempts.cancel_origin(origin)
-            log.info("router %s left", first.hello.router_id)
+            log.info("router %s left", router_id)
 
     async def _report(self, outbox: Outbox[worker_pb2.SessionResponse]) -> None:
         while True:
@@ -158,7 +164,10 @@ class _Reader:
             case "peers":
                 if len(message.peers.peers) > MAX_PEERS:
                     raise ValueError(f"{len(message.peers.peers)} peers; at most {MAX_PEERS}")
-                self._attempts.peers(list(message.peers.peers))
+                for peer in message.peers.peers:
+                    if not _ADDRESS.fullmatch(peer.kv_address):
+                        raise ValueError(f"{peer.worker_id!r} listens at {peer.kv_address!r}, which is no host:port")
+                self._attempts.peers(self._origin, list(message.peers.peers))
             case "drain":
                 self._attempts.drain(message.drain.enabled)
             case _:

@@ -33,6 +33,10 @@ FAILURE_TO_PROTO = {
 }
 
 
+MAX_DEADLINE_S = 30 * 86_400.0
+"""Longer waits overflow what the system can wait for."""
+
+
 def request_from_submit(submit: worker_pb2.Submit, prompt: Sequence[int], origin: int, now: float) -> Request:
     """The engine's request for a Submit; ``prompt`` is the whole prompt, ``now`` the engine clock (seconds)."""
     sampling, stopping = submit.sampling, submit.stopping
@@ -66,7 +70,7 @@ def request_from_submit(submit: worker_pb2.Submit, prompt: Sequence[int], origin
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         transfer_id=submit.transfer_id,
-        deadline=now + submit.deadline_s if submit.deadline_s > 0 else None,
+        deadline=now + min(submit.deadline_s, MAX_DEADLINE_S) if submit.deadline_s > 0 else None,
         arrival=now,
         origin=origin,
     )

@@ -25,6 +25,22 @@ def test_posted_actions_run_in_order_on_the_thread() -> None:
     assert thread.stop(WAIT_S)
 
 
+def test_a_far_deadline_does_not_end_the_thread() -> None:
+    ticked, done = threading.Event(), threading.Event()
+
+    def tick(now: float) -> float:
+        ticked.set()
+        return now + 1e30
+
+    thread = TransferThread("transfer", tick, no_error)
+    thread.start()
+    thread.wake()
+    assert ticked.wait(WAIT_S)
+    thread.post(done.set)
+    assert done.wait(WAIT_S)
+    assert thread.stop(WAIT_S)
+
+
 def test_an_idle_thread_is_not_ticked_until_woken() -> None:
     ticks: list[float] = []
     ticked = threading.Semaphore(0)
