@@ -146,6 +146,13 @@ def load(
     return Loaded(model, plan.num_bytes, time.perf_counter() - started)
 
 
+def size_of(checkpoint: Checkpoint, build: Callable[[Weights], object], dtype: torch.dtype) -> int:
+    """Bytes of the weights that ``build`` takes; reads none."""
+    plan = _Check(checkpoint, dtype)
+    build(Weights(plan))
+    return plan.model_bytes
+
+
 class _Check:
     """A source of meta tensors that notes what is wrong."""
 

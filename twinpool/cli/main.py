@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinpool.cli import bench, config_show, generate, scale, serve, status, top, trace, up
+from twinpool.cli import bench, config_show, doctor, generate, scale, serve, status, top, trace, up
 from twinpool.cli.output import print_error
 from twinpool.errors import TwinpoolError
 
@@ -30,6 +30,7 @@ bench.register(app)
 top.register(app)
 trace.register(app)
 config_show.register(app)
+doctor.register(app)
 
 
 _USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
