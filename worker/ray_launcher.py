@@ -42,14 +42,15 @@ class RayLauncher:
         Raises:
             ConfigError: the pool's address cannot serve.
         """
-        self.group_host = pool.advertise or pool.host
-        if self.group_host in _ANY_ADDRESS:
+        named = pool.advertise or pool.host
+        if named in _ANY_ADDRESS:
             raise ConfigError(f"ranks on other nodes cannot dial {pool.host}; set {role}.advertise to an address of it")
         ranks = range(1, pool.tp_size * pool.pp_size)
         try:
+            self.group_host = str(socket.getaddrinfo(named, 0, type=socket.SOCK_STREAM)[0][4][0])  # Ray takes no names
             self._dials = RankDials(self.group_host, ranks)
         except OSError as error:
-            raise ConfigError(f"cannot listen for ranks on {self.group_host}: {error}; set {role}.advertise") from error
+            raise ConfigError(f"cannot listen for ranks on {named}: {error}; set {role}.advertise") from error
         self._use_gpu = use_gpu
         self._placed: Placed | None = None
         self._failure: str | None = None

@@ -19,7 +19,10 @@ from processes import alive, children, command, listening, marked, parent
 from ray_nodes import RayNodes
 
 from clusters import Cluster, free_ports
+from deployments import up
 from pair import Ask, Pool, pair
+from ray_cluster import RayCluster
+from twinpool import AsyncClient
 from twinpool.config import RaySection
 from twinpool.engine.request import StopParams
 
@@ -224,3 +227,32 @@ async def test_a_worker_with_a_cluster_of_its_own(
         if follower.poll() is None:
             follower.terminate()
             follower.wait(20)
+
+
+@pytest.mark.slow
+async def test_a_controller_places_a_worker_of_two_ranks(
+    tmp_path: Path, model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv(MARK, mark)
+    settings = {
+        "controller.launcher": "ray",
+        "session.token": "a token that lasts",
+        "model.dtype": "float32",
+        "decode.tp_size": "2",
+        "prefill.node_labels": "pool=prefill",
+        "decode.node_labels": "pool=decode",
+    }
+    cluster = await asyncio.to_thread(RayCluster, [{"pool": "prefill"}, {"pool": "decode"}, {"pool": "decode"}], 1)
+    try:
+        async with up(model, tmp_path, settings | {"ray.address": cluster.address}, cluster.environment) as (at, _):
+            async with AsyncClient(at["grpc"]) as client:
+                for ids, tokens in zip(PROMPTS, wanted, strict=True):
+                    assert list((await client.generate(ids, **GREEDY)).token_ids) == tokens[:TOKENS]
+            (rank,) = ranks(mark)
+            (worker,) = cluster.workers()["decode"]
+            raylets = {parent(parent(pid)) for pid in (parent(rank), worker)}
+            assert len(raylets) == 2  # a node each
+        await until(lambda: not ranks(mark))
+    finally:
+        await asyncio.to_thread(cluster.stop)
