@@ -26,6 +26,7 @@ from twinpool.proto.inference_pb2_grpc import (
 from twinpool.router.admission import Admission, capacity
 from twinpool.router.api_keys import ApiKeys
 from twinpool.router.discovery import Resolve, make_discovery, resolve_all
+from twinpool.router.estimate_metrics import EstimateMetrics
 from twinpool.router.flow import FlowContext
 from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
 from twinpool.router.http_service import HttpService
@@ -80,11 +81,12 @@ class Router:
         """
         text = ModelText.load(model_folder)
         registry, metrics = Registry(config, make_discovery(config, resolve)), RouterMetrics()
+        routing = Routing(registry, config.router.pace_weight)
         metrics.registry.register(WorkerMetrics(registry))
+        metrics.registry.register(EstimateMetrics(registry, routing))
         keys = ApiKeys(config.auth)
         admission = Admission(config.router, lambda: capacity(registry.views(), config.router))
         journal = Journal(TraceBook(config.router.kept_traces), make_exporter(config.router.otlp_endpoint))
-        routing = Routing(registry, config.router.pace_weight)
         intake = Intake(FlowContext(config.router, registry, text, metrics, routing, journal), admission)
         inference, info = InferenceServicer(intake, text, keys), InfoServicer(registry, admission, journal.book)
         servicers = [

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from twinpool.router.costs import Costs, WorkerKey
 from twinpool.router.scoring import (
@@ -42,8 +43,8 @@ __all__ = [
     "incompatibility",
 ]
 
-_MOST_DECODERS = 8
-"""Decode workers, cheapest first, whose pairs are compared: choosing stays linear in the number of workers."""
+_MOST_OF_A_ROLE = 8
+"""Decode workers, cheapest first, and prefill workers linked to each, that are compared: choosing stays linear."""
 
 
 class Cause(enum.Enum):
@@ -206,27 +207,34 @@ def _best_alone(decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs)
 def _best_pair(
     prefills: Sequence[WorkerView], decoders: Sequence[WorkerView], query: RouteQuery, costs: Costs
 ) -> _Score | None:
-    firsts = {
-        view.key: (view, prefill_s(view, query, costs), burden_s(view, query, costs), is_short(view, query))
-        for view in prefills
-    }
-    ranked = sorted(
-        ((view.suspect, is_short(view, query), decode_s(view, query, costs), view.info.worker_id, view))
+    firsts = []
+    for view in prefills:
+        first_s, waits = prefill_s(view, query, costs), is_short(view, query)
+        later_s = burden_s(view, query, costs)
+        firsts.append((view.suspect, waits, first_s + later_s, view.info.worker_id, first_s, view))
+    firsts.sort(key=lambda first: first[:4])
+    lasts = [
+        (view.suspect, is_short(view, query), decode_s(view, query, costs), view.info.worker_id, view)
         for view in decoders
-    )
+    ]
+    lasts.sort(key=lambda last: last[:4])
     best: _Score | None = None
     seen = 0
-    for suspect, short, answer_s, _, decode in ranked:
+    for suspect, short, answer_s, _, decode in lasts:
         linked = {(link.worker_id, link.epoch) for link in decode.report.links if link.linked}
-        pairs = [first for key, first in firsts.items() if key in linked]
-        pairs = [first for first in pairs if incompatibility(first[0].info, decode.info) is None]
-        for prefill, first_s, later_s, waits in pairs:
-            flows_s = first_s + handover_s(prefill, decode, query, costs)
-            tier = (suspect or prefill.suspect, short or waits)
-            score = _Score(decode, prefill, tier, flows_s, flows_s + later_s + answer_s)
+        pairs = (first for first in firsts if first[-1].key in linked and _alike(first[-1], decode))
+        taken = list(islice(pairs, _MOST_OF_A_ROLE))
+        for gone, waits, seconds, _, first_s, prefill in taken:
+            copy_s = handover_s(prefill, decode, query, costs)
+            tier = (suspect or gone, short or waits)
+            score = _Score(decode, prefill, tier, first_s + copy_s, seconds + copy_s + answer_s)
             if best is None or score.rank < best.rank:
                 best = score
-        seen += bool(pairs)
-        if seen == _MOST_DECODERS:
+        seen += bool(taken)
+        if seen == _MOST_OF_A_ROLE:
             break
     return best
+
+
+def _alike(prefill: WorkerView, decode: WorkerView) -> bool:
+    return incompatibility(prefill.info, decode.info) is None

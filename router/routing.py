@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from twinpool.errors import InvalidRequest, Overloaded, TwinpoolError, Unavailable
 from twinpool.router.attempt import Attempt
+from twinpool.router.costs import Costs
 from twinpool.router.learner import Learner
 from twinpool.router.messages import Role, Stats
 from twinpool.router.policy import NoRoute, Obstacle, Route, RouteQuery, choose
@@ -34,6 +35,10 @@ class Routing:
         self._registry = registry
         self._pace_weight = pace_weight
         self._clock = clock
+
+    def costs(self) -> Costs:
+        """What is reckoned with now."""
+        return self.learner.costs(self._clock())
 
     def choose(self, query: RouteQuery, blocks: PromptBlocks) -> Route | NoRoute:
         """A route for ``query``, whose tokens are those of ``blocks``."""

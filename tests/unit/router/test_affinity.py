@@ -99,3 +99,5 @@ async def test_auto_keeps_what_decode_has_cached_and_says_why(make_cluster: Any,
         text = cluster.router.intake._context.metrics.exposition(0, 0, {}).decode()
         path = "decode_only" if cached else "disaggregated"
         assert f'twinpool_router_routes_total{{cause="cheaper",path="{path}"}} 1.0' in text
+        assert 'twinpool_router_prefill_estimate_seconds{part="per_token",role="decode",worker="decode-0"}' in text
+        assert 'twinpool_router_handover_estimate_seconds{part="fixed",prefill_worker="prefill-0",' in text
