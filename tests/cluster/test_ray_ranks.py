@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def wanted(model: Path) -> list[list[int]]:
     said = answers(pool, LONG)
     pool.close()
     return said
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """For Ray's sockets, whose paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="rn", ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +187,12 @@ async def test_a_rank_dies_and_its_worker_with_it(
 
 
 async def test_a_worker_with_a_cluster_of_its_own(
-    tmp_path: Path, model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ray_folder: str, model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A follower lends its node; nothing listens beyond loopback; the head dies under a stream, which goes on."""
     mark = secrets.token_hex(8)
     monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv("RAY_TMPDIR", os.path.join("/tmp", f"rn{mark}"))
+    monkeypatch.setenv("RAY_TMPDIR", ray_folder)
     head_port, health_port = free_ports(2)
     settings: dict[str, object] = {
         "model.dtype": "float32",
