@@ -6,20 +6,21 @@ The head holds no replica. It dies, and the controller dies, and no running stre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import alive, children
+from processes import alive, children, command
 
 from background_load import background_load
 from clusters import is_free
 from deployments import LIMIT_S, twinpool, up
-from ray_cluster import RayCluster, command_line
+from ray_cluster import RayCluster
 from twinpool import AsyncClient
 from twinpool.results import Status
 
@@ -34,27 +35,30 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-async def ray_cluster() -> AsyncIterator[RayCluster]:
-    cluster = await asyncio.to_thread(RayCluster, [{"pool": "prefill"}, {"pool": "decode"}], 3)
+@contextlib.asynccontextmanager
+async def started(
+    nodes: Sequence[tuple[str, int]], model: Path, folder: Path, settings: Mapping[str, str]
+) -> AsyncIterator[tuple[RayCluster, dict[str, Any], asyncio.subprocess.Process]]:
+    """A Ray cluster, and a deployment on it: what ``up --json`` says, and its process. Leaves no worker behind."""
+    cluster = await asyncio.to_thread(RayCluster, nodes)
     try:
-        yield cluster
+        settings = SETTINGS | {"ray.address": cluster.address} | dict(settings)
+        environment = cluster.environment | {"TWINPOOL_SESSION__TOKEN": TOKEN}
+        async with up(model, folder, settings, environment) as (addresses, launcher):
+            yield cluster, addresses, launcher
+            running = [pid for pids in cluster.workers().values() for pid in pids] + cluster.ranks()
+        assert not any(map(alive, running))  # `up` has ended them
     finally:
+        print(cluster.log())
         await asyncio.to_thread(cluster.stop)
 
 
 @pytest.fixture
 async def deployment(
-    ray_cluster: RayCluster, tiny_llama: Path, tmp_path: Path
-) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
-    environment = ray_cluster.environment | {"TWINPOOL_SESSION__TOKEN": TOKEN}
-    try:
-        async with up(tiny_llama, tmp_path, SETTINGS | {"ray.address": ray_cluster.address}, environment) as started:
-            yield started
-            running = [pid for pids in ray_cluster.workers().values() for pid in pids]
-        assert not any(map(alive, running))  # `up` has ended them
-    finally:
-        print(ray_cluster.log())
+    tiny_llama: Path, tmp_path: Path
+) -> AsyncIterator[tuple[RayCluster, dict[str, Any], asyncio.subprocess.Process]]:
+    async with started([("prefill", 3), ("decode", 3)], tiny_llama, tmp_path, {}) as found:
+        yield found
 
 
 def counts(cluster: RayCluster) -> dict[str, int]:
@@ -62,7 +66,7 @@ def counts(cluster: RayCluster) -> dict[str, int]:
 
 
 def controller_of(launcher: asyncio.subprocess.Process) -> int:
-    return next(pid for pid in children(launcher.pid) if "controller" in command_line(pid))
+    return next(pid for pid in children(launcher.pid) if "serve controller" in command(pid))
 
 
 async def scale(addresses: dict[str, str], pool: str, size: int) -> list[dict[str, Any]]:
@@ -83,10 +87,8 @@ async def until(client: AsyncClient, condition: Callable[[Status], bool]) -> Non
             await asyncio.sleep(0.1)
 
 
-async def test_replaced_adopted_and_undisturbed_by_the_end_of_head_and_controller(
-    ray_cluster: RayCluster, deployment: Any
-) -> None:
-    addresses, launcher = deployment
+async def test_replaced_adopted_and_undisturbed_by_the_end_of_head_and_controller(deployment: Any) -> None:
+    ray_cluster, addresses, launcher = deployment
     assert counts(ray_cluster) == {"prefill": 1, "decode": 1}
     async with AsyncClient(addresses["grpc"]) as client:
         await scale(addresses, "decode", 2)
@@ -115,10 +117,8 @@ async def test_replaced_adopted_and_undisturbed_by_the_end_of_head_and_controlle
 
 
 @pytest.mark.slow
-async def test_both_pools_grow_and_shrink_under_load(
-    ray_cluster: RayCluster, deployment: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    addresses, _ = deployment
+async def test_both_pools_grow_and_shrink_under_load(deployment: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ray_cluster, addresses, _ = deployment
     async with AsyncClient(addresses["grpc"]) as client, background_load(client) as load:
         steps = {}
         for pool, size in [("decode", 3), ("prefill", 2), ("decode", 1), ("prefill", 1)]:
@@ -130,3 +130,31 @@ async def test_both_pools_grow_and_shrink_under_load(
     with capsys.disabled():
         print(json.dumps(steps | {"requests": load.finished, "redispatches": load.redispatches}))
     assert counts(ray_cluster) == {"prefill": 1, "decode": 1}
+
+
+@pytest.mark.slow
+async def test_a_replica_over_two_nodes_is_replaced_as_a_whole(tiny_llama: Path, tmp_path: Path) -> None:
+    """Of two replicas of two ranks one fits on a node; the other spans two, and loses the rank on the far one."""
+    nodes = [("prefill", 1), ("decode", 1), ("decode", 2), ("decode", 1)]
+    settings = {"decode.tp_size": "2", "decode.replicas": "2"}
+    async with started(nodes, tiny_llama, tmp_path, settings) as (cluster, addresses, _):
+
+        def far_ranks() -> list[int]:
+            homes = {cluster.node_of(pid) for pid in cluster.workers()["decode"]}
+            return [pid for pid in cluster.ranks() if cluster.node_of(pid) not in homes]
+
+        async with AsyncClient(addresses["grpc"]) as client:
+            await until(client, lambda status: len(status.workers) == 3)
+            (victim,), before = far_ranks(), cluster.ranks()
+            async with background_load(client, (8, 20, 60)) as load:
+                await load.served_by("decode-0", "decode-1")
+                os.kill(victim, signal.SIGKILL)
+                await load.new_round()  # by the other replica
+                await load.served_by("decode-2")
+                await load.new_round()
+            await until(client, lambda status: is_free(status) and len(status.workers) == 3)
+        after = cluster.ranks()
+        assert len(after) == 2
+        assert len(set(after) & set(before)) == 1
+        assert len(far_ranks()) == 1
+        assert counts(cluster) == {"prefill": 1, "decode": 2}

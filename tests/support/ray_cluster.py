@@ -6,25 +6,25 @@ script this file is the process that holds the nodes: it obeys the words on its 
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from processes import children
+from processes import children, command, marked, parent
 
 HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayCluster:
-    """Worker nodes by labels (``{"pool": "decode"}``), each of ``cpus`` processors."""
+    """A head and worker nodes: (its label ``pool``, its number of processors) for each."""
 
-    def __init__(self, nodes: Sequence[Mapping[str, str]], cpus: int) -> None:
+    def __init__(self, nodes: Sequence[tuple[str, int]]) -> None:
         self.folder = tempfile.mkdtemp(prefix="rc")  # sockets in it need a short path
         self.environment = os.environ | {
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -36,9 +36,8 @@ class RayCluster:
             "RAY_gcs_storage_path": f"{self.folder}/gcs",
             "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         }
-        arguments = [f"{cpus}", *(",".join(f"{name}={value}" for name, value in labels.items()) for labels in nodes)]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
+            [sys.executable, __file__, *(f"{pool}={cpus}" for pool, cpus in nodes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -62,11 +61,34 @@ class RayCluster:
     def workers(self) -> dict[str, list[int]]:
         """The worker processes (`twinpool serve`) by the label ``pool`` of the node that they run on."""
         found: dict[str, list[int]] = {}
+        for raylet, pool in self._raylets().items():
+            pids = [pid for actor in children(raylet) for pid in children(actor) if "twinpool serve" in command(pid)]
+            found.setdefault(pool, []).extend(pids)
+        return found
+
+    def ranks(self) -> list[int]:
+        """The processes of ranks above 0: the children of their keepers."""
+        keepers = [pid for pid in self.processes() if "rank_keeper" in command(pid)]
+        return [pid for pid in keepers if parent(pid) in keepers]
+
+    def node_of(self, pid: int) -> int:
+        """The node (its raylet) that runs a process."""
+        raylets = self._raylets()
+        while pid not in raylets:
+            pid = parent(pid)
+            assert pid > 1
+        return pid
+
+    def processes(self) -> list[int]:
+        """All that was started for this cluster or on it, whoever their parents are by now."""
+        return marked("RAY_TMPDIR", self.folder)
+
+    def _raylets(self) -> dict[int, str]:
+        found: dict[int, str] = {}
         for raylet in children(self._process.pid):
-            words = command_line(raylet)
-            labels = next((word.removeprefix("--labels=") for word in words if word.startswith("--labels=")), "{}")
-            pids = [pid for actor in children(raylet) for pid in children(actor) if "serve" in command_line(pid)]
-            found.setdefault(json.loads(labels).get("pool", ""), []).extend(pids)
+            match = re.search(r'"pool": "(\w+)"', command(raylet))
+            if match is not None and "raylet" in command(raylet):
+                found[raylet] = match[1]
         return found
 
     def log(self) -> str:
@@ -88,23 +110,15 @@ class RayCluster:
         raise AssertionError("the Ray cluster does not start")
 
 
-def command_line(pid: int) -> list[str]:
-    """The words of a process's command; none when it has gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
-
-
-def main(cpus: int, nodes: Sequence[str]) -> None:
+def main(nodes: Sequence[str]) -> None:
     """The process that holds the nodes."""
     from ray.cluster_utils import Cluster
 
     common = {"node_ip_address": HOST, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**common, "num_cpus": 0, "labels": {"pool": "none"}})
-    for labels in nodes:
-        pairs = dict(label.split("=", 1) for label in labels.split(","))
-        cluster.add_node(**common, num_cpus=cpus, labels=pairs)
+    for node in nodes:
+        pool, _, cpus = node.partition("=")
+        cluster.add_node(**common, num_cpus=int(cpus), labels={"pool": pool})
     print(f"> {cluster.address}", flush=True)
     for line in sys.stdin:
         match line.strip():
@@ -118,4 +132,4 @@ def main(cpus: int, nodes: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])
