@@ -100,11 +100,22 @@ def test_notes_name_commands_that_fit_the_release(scaling: str, nodes: int) -> N
 def test_alert_rules_are_what_prometheus_takes(tmp_path: Path) -> None:
     items = objects(template(4, CHART / "ci/external-pvc-values.yaml"))
     (rules,) = (item for item in items if item["kind"] == "PrometheusRule")
-    file = tmp_path / "rules.yaml"
-    file.write_text(yaml.safe_dump(rules["spec"]))
+    check_rules(tmp_path / "rules.yaml", rules["spec"])
+    assert rules["spec"]["groups"], "no rules"
+
+
+def check_rules(file: Path, rules: object) -> None:
+    file.write_text(yaml.safe_dump(rules))
     done = subprocess.run([TOOLS / "promtool", "check", "rules", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert rules["spec"]["groups"], "no rules"
+
+
+def test_queries_of_scalers_are_what_prometheus_takes(tmp_path: Path) -> None:
+    scalers = [item for item in objects(template(4, CHART / "ci/keda-values.yaml")) if item["kind"] == "ScaledObject"]
+    queries = [trigger["metadata"]["query"] for item in scalers for trigger in item["spec"]["triggers"]]
+    assert len(queries) == 4
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    check_rules(tmp_path / "queries.yaml", {"groups": [{"name": "queries", "rules": rules}]})
 
 
 def test_metrics_that_the_chart_names_exist() -> None:
