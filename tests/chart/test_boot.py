@@ -29,14 +29,14 @@ VALUES = {
     "prefill": {"scaling": "external"},
     "decode": {"scaling": "external"},
     "config": {
-        "router": {"drain_timeout_s": 60, "discovery_interval_s": 0.2, "route_hints": True},
+        "router": {"drain_timeout_s": 240, "discovery_interval_s": 0.2, "route_hints": True},
         "prefill": {"engine": {"kv_memory_gib": 0.02}, "drain_timeout_s": 10},
-        "decode": {"engine": {"kv_memory_gib": 0.02, "speculation": "off"}, "drain_timeout_s": 60},
+        "decode": {"engine": {"kv_memory_gib": 0.02, "speculation": "off"}, "drain_timeout_s": 240},
         "session": {"dead_after_s": 10},
     },
 }
 PROMPT = list(range(10, 210))
-GREEDY: Options = {"temperature": 0.0, "ignore_eos": True, "timeout": 60.0}
+GREEDY: Options = {"temperature": 0.0, "ignore_eos": True, "timeout": 240.0}
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -95,7 +95,7 @@ def read_remotely(client: Client) -> int:
     request = to_request(PROMPT, {"max_tokens": 2, "cache_salt": secrets.token_hex(8), **GREEDY})
     with grpc.insecure_channel(client.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        *_, last = stub.Generate(request, metadata=(("x-twinpool-route", "remote"),), timeout=60)
+        *_, last = stub.Generate(request, metadata=(("x-twinpool-route", "remote"),), timeout=240)
     return int(last.usage.remote_tokens)
 
 
