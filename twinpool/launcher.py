@@ -266,7 +266,8 @@ def worker_spec(config: Config, ports: PortPicker, role: Role, number: int) -> C
         health_port = _pool_port(ports, pool.host, pool.health_port, number, f"{role}.health_port")
         values[f"{role}.health_port"] = str(health_port)
     address = f"{dialled(pool.host)}:{port}"
-    return _spec(name, role, config, values, address, internal_client(config.tls), pool.drain_timeout_s)
+    drain_s = pool.drain_timeout_s + config.transport.read_timeout_s  # it serves reads of promised KV to their end
+    return _spec(name, role, config, values, address, internal_client(config.tls), drain_s)
 
 
 def _controller_spec(config: Config) -> ChildSpec:
