@@ -17,6 +17,8 @@ from twinpool.kernels.triton_norm import rms_norm_kernel
 from twinpool.kernels.triton_pointwise import gated_kernel, rotary_write_kernel
 
 HEADS_PER_PROGRAM = 16
+ELEMENTS_PER_PROGRAM = 2048
+"""Most heads, and most elements of them, that a program rotates."""
 COLUMNS_PER_PROGRAM = 1024
 
 
@@ -89,7 +91,7 @@ class TritonKernels:
         num_kv_heads = value.shape[1]
         all_heads = num_rotated + num_kv_heads
         output = torch.empty(query_key.shape, dtype=query_key.dtype, device=query_key.device)
-        heads = min(HEADS_PER_PROGRAM, power_of_two(all_heads))
+        heads = min(HEADS_PER_PROGRAM, ELEMENTS_PER_PROGRAM // power_of_two(head_dim), power_of_two(all_heads))
         self._launch(
             rotary_write_kernel,
             (tokens, -(-all_heads // heads)),
