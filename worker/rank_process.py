@@ -83,6 +83,7 @@ def _start(start: Start, step: Channel, serving: RankTransfer, host: str | None)
         device=device,
         block_size=section.block_size,
         parallel=parallel,
+        kernels=config.model.kernels,
     )
     fitting = shard.fitting_blocks(section.num_blocks, kv_memory_bytes(section))
     step.send(Loaded(num_blocks=fitting).encode())

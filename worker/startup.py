@@ -134,6 +134,7 @@ def load_parts(
                 allocate=connector.allocate,
                 make_sampler=Sampler,
                 max_model_len=config.model.max_model_len,
+                kernels=config.model.kernels,
                 progress=progress,
                 followers=group,
             )

@@ -22,7 +22,7 @@ ALLOWED = {
     "prefill_worker": ROLE,
     "decode_worker": ROLE,
     "kv_transfer": set(),
-    "kernels": set(),
+    "kernels": {"twinpool.cache"},
 }
 # Third-party package -> the only folders (or files) that may import it.
 CONFINED = {

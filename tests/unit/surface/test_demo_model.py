@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from twinpool import demo_model
+from twinpool.cache import cache_folder
 from twinpool.demo_model import MEMBER, WHEEL, demo_folder
 from twinpool.errors import ConfigError
 from twinpool.progress import Progress
@@ -32,9 +33,9 @@ TEXTS = [
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TWINPOOL_CACHE", raising=False)
-    assert demo_model.cache_folder() == tmp_path / "twinpool"
+    assert cache_folder() == tmp_path / "twinpool"
     monkeypatch.setenv("TWINPOOL_CACHE", str(tmp_path / "own"))
-    assert demo_model.cache_folder() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
 
 
 def test_wheel_with_wrong_hash_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""bfloat16 linear layers on CPU: ours or oneDNN's, whichever is faster here for so many rows.
+
+Both pack the weight once. oneDNN has bfloat16 only where the processor has AVX-512; there each new shape is timed, some
+milliseconds at load, and a layer keeps the packed weights of the winners only. Elsewhere ours is the only one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from twinpool.kernels.interface import Linear
+from twinpool.kernels.native_library import NativeLibrary
+from twinpool.kernels.onednn import OneDnnLinear, can_prepack
+
+ROWS = (1, 4, 16, 64, 256)
+"""Numbers of rows that are timed. A batch takes the winner of the next one that is not smaller, or of the last."""
+
+
+class LinearChoice:
+    """Makes linear layers; remembers which implementation won for a shape."""
+
+    def __init__(self, library: NativeLibrary, threads: int) -> None:
+        self._library = library
+        self._threads = threads
+        self._winners: dict[torch.Size, tuple[int, ...]] = {}
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A layer for ``weight`` [out, in], bfloat16, on CPU."""
+        ours = NativeLinear(self._library, weight, bias, self._threads)
+        if not can_prepack(weight):
+            return ours
+        candidates: list[Linear] = [ours, OneDnnLinear(weight, bias, widen=False)]
+        winners = self._winners.get(weight.shape)
+        if winners is None:
+            winners = self._winners[weight.shape] = fastest(candidates, weight.shape[1])
+        return RowsLinear([candidates[winner] for winner in winners])
+
+
+class NativeLinear:
+    """``x @ weight.T + bias``; keeps the packed weight."""
+
+    def __init__(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, threads: int) -> None:
+        self._library = library
+        self._threads = threads
+        self._columns, self._depth = weight.shape
+        self._bias = None if bias is None else bias.contiguous()
+        width = library.width
+        tiles = -(-self._columns // (2 * width))
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, tiles * 2 * width - self._columns))
+        # Tiles of 2 · width output features; a 32-bit lane holds features i and width + i (see multiply.h).
+        self._tiles = padded.view(tiles, 2, width, self._depth).permute(0, 3, 2, 1).contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, in] -> [rows, out]``."""
+        x = x.contiguous()
+        rows = x.shape[0]
+        output = torch.empty((rows, self._columns), dtype=torch.bfloat16)
+        # Sixteen products take as long as a value elsewhere.
+        self._library.functions(rows * self._depth * self._columns // 16).linear(
+            x.data_ptr(),
+            rows,
+            self._depth,
+            self._tiles.data_ptr(),
+            self._columns,
+            None if self._bias is None else self._bias.data_ptr(),
+            output.data_ptr(),
+            self._threads,
+        )
+        return output
+
+
+class RowsLinear:
+    """Calls one of several equal layers, by the number of rows."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        """``layers[i]`` is for batches up to ``ROWS[i]``, the last one for all above."""
+        self._layers = tuple(layers)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, in] -> [rows, out]``."""
+        rows = x.shape[0]
+        layer = next((layer for most, layer in zip(ROWS, self._layers, strict=True) if rows <= most), self._layers[-1])
+        return layer(x)
+
+
+def fastest(candidates: Sequence[Linear], depth: int) -> tuple[int, ...]:
+    """Which of ``candidates`` is fastest for each of ``ROWS``, on ``depth`` input features."""
+    winners = []
+    for rows in ROWS:
+        x = torch.zeros((rows, depth), dtype=torch.bfloat16)
+        seconds = [_seconds(layer, x) for layer in candidates]
+        winners.append(seconds.index(min(seconds)))
+    return tuple(winners)
+
+
+def _seconds(layer: Linear, x: torch.Tensor) -> float:
+    """Of the fastest of three calls: other programs only ever add to it."""
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        layer(x)
+        best = min(best, time.perf_counter() - began)
+    return best
