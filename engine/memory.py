@@ -23,6 +23,14 @@ def available_bytes(device: torch.device) -> int | None:
     return None if kib is None else int(kib) << 10
 
 
+def gpus() -> list[tuple[str, int]]:
+    """Name and memory in bytes of each CUDA device."""
+    if not torch.cuda.is_available():
+        return []
+    devices = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
+    return [(device.name, device.total_memory) for device in devices]
+
+
 def check_room(weight_bytes: int, device: torch.device) -> None:
     """Compares what a rank's weights need with what its device has left, before anything is read.
 

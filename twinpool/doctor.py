@@ -77,20 +77,21 @@ def devices(config: Config, pools: dict[str, PoolSection], together: int) -> Ite
     """Cores and GPUs against what the pools ask for."""
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
+    from twinpool.engine.memory import gpus
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(
-        f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[1] / GIB:.0f} GiB)" for i in range(gpus)
-    )
-    yield Finding("ok", "devices", f"{cores} CPU cores; " + (f"{gpus} GPUs: {names}" if gpus else "no GPU"))
+    found = gpus()
+    names = ", ".join(f"{name} ({num_bytes / GIB:.0f} GiB)" for name, num_bytes in found)
+    yield Finding("ok", "devices", f"{cores} CPU cores; " + (f"{len(found)} GPUs: {names}" if found else "no GPU"))
     wanted = sum(pool.tp_size * pool.pp_size * (pool.replicas if together > 1 else 1) for pool in pools.values())
-    if config.model.device == "cuda" and wanted > gpus:
+    if config.model.device == "cuda" and wanted > len(found):
         yield Finding(
-            "fail", "devices", f"the pools need {wanted} GPUs, torch sees {gpus}", "lower replicas, tp_size or pp_size"
+            "fail",
+            "devices",
+            f"the pools need {wanted} GPUs, torch sees {len(found)}",
+            "lower replicas, tp_size or pp_size",
         )
-    if config.model.device != "cuda" and not gpus:
+    if config.model.device != "cuda" and not found:
         threads = sum(
             pool.engine.threads * pool.tp_size * pool.pp_size * (pool.replicas if together > 1 else 1)
             for pool in pools.values()
@@ -139,11 +140,9 @@ def transport(config: Config) -> Iterator[Finding]:
     """The KV connector: made as a worker makes it, and one read from our own memory."""
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
-
     from twinpool.kv_transfer.connectors.base import ConnectorError
     from twinpool.kv_transfer.layout import KVLayout, RankLayout
-    from twinpool.worker.rank_setup import make_rank_connector, self_transfer
+    from twinpool.worker.rank_setup import choose_device, make_rank_connector, self_transfer
 
     settings = config.transport
     asked = ", ".join(
@@ -155,7 +154,7 @@ def transport(config: Config) -> Iterator[Finding]:
         connector = make_rank_connector(config, config.prefill)
         try:
             layout = RankLayout.whole(KVLayout(1, 1, 64, 16, "float32"))
-            connector.allocate(2 * layout.block_bytes, torch.device("cpu"))
+            connector.allocate(2 * layout.block_bytes, choose_device("cpu", 0, 1))
             self_transfer(connector, layout)
         finally:
             connector.close()
