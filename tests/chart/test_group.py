@@ -34,7 +34,10 @@ def namespace(folder: Path) -> Iterator[Namespace]:
         "router": {"preStopSeconds": 0},
         "prefill": {"replicas": 0},
         "decode": {"nodesPerReplica": 2, "scaling": "external"},
-        "config": {"decode": {"engine": engine, "tp_size": 2, "drain_timeout_s": 240}},
+        "config": {
+            "model": {"kernels": "reference"},
+            "decode": {"engine": engine, "tp_size": 2, "drain_timeout_s": 240},
+        },
         # On a loopback address other than 127.0.0.1 Ray listens on all: the usual port may be another test's.
         "ray": {"headPort": free_ports(1)[0]},
     }
