@@ -27,6 +27,7 @@ from twinpool.kv_transfer.messages import FromDecode, FromPrefill
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.proto import worker_pb2
 from twinpool.rpc import Dialer
+from twinpool.worker.draining import Draining
 from twinpool.worker.host import Host
 from twinpool.worker.kv_hello import RankRegion
 from twinpool.worker.outputs import OutputFan
@@ -64,7 +65,7 @@ class DecodeWorker:
         self._links: dict[str, PrefillLink] = {}
         self._peers: dict[int, dict[str, worker_pb2.Peer]] = {}
         """What each session of a router names, the one that spoke last at the end."""
-        self._draining = False
+        self.draining = Draining(self._loop, parts.worker_id, self.hand_over)
         self.fan = OutputFan(self._loop, final_on_first=False)
         limits = ImportLimits(config.transport.read_timeout_s, config.transport.require)
         self._table = ImportTable(parts.ranks, limits, self._on_event, time.monotonic)
@@ -91,8 +92,8 @@ class DecodeWorker:
 
     def submit(self, request: Request, prefill_worker: str, prefill_epoch: int) -> None:
         """See ``worker.session.Attempts``."""
-        if self._draining:
-            raise Refused(FailureCode.DRAINING, f"{self._parts.worker_id} is draining")
+        if self.draining.active:
+            raise Refused(FailureCode.DRAINING, self.draining.reason)
         if not request.transfer_id:
             self.engine.post(commands.Submit(request))
             return
@@ -131,14 +132,16 @@ class DecodeWorker:
             if worker_id not in self._links:
                 self._links[worker_id] = PrefillLink(peer, self._parts.identity, self, self._section, self._dialer)
 
-    def drain(self, enabled: bool) -> None:
+    def flush_cache(self) -> None:
         """See ``worker.session.Attempts``."""
-        self._draining = enabled
+        self.engine.post(commands.ResetPrefixCache())
 
     def report(self) -> worker_pb2.Report:
         """See ``worker.session.Attempts``."""
         stats = self._table.stats
-        report = load_to_report(self.engine.load(), stats.open_exchanges, stats.quarantined_blocks, self._draining)
+        report = load_to_report(
+            self.engine.load(), stats.open_exchanges, stats.quarantined_blocks, self.draining.active
+        )
         report.totals.transfers, report.totals.transfers_lost = stats.loaded, stats.lost
         report.totals.transfer_bytes = stats.read_bytes
         report.totals.transfer_s, report.totals.exposed_transfer_s = stats.transfer_s, stats.exposed_transfer_s

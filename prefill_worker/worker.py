@@ -24,6 +24,7 @@ from twinpool.prefill_worker.kv_service import KvService, PeerOutboxes
 from twinpool.prefill_worker.policy import PrefillPolicy
 from twinpool.prefill_worker.translate import firsts
 from twinpool.proto import worker_pb2
+from twinpool.worker.draining import Draining
 from twinpool.worker.host import Host
 from twinpool.worker.outputs import OutputFan
 from twinpool.worker.session import Refused
@@ -74,9 +75,9 @@ class PrefillWorker:
 
     def __init__(self, config: Config, parts: Parts) -> None:
         self._parts = parts
-        self._draining = False
         self._kv_address = ""
         loop = asyncio.get_running_loop()
+        self.draining = Draining(loop, parts.worker_id, self.hand_over)
         self.fan = OutputFan(loop, final_on_first=True)
         self._outboxes = PeerOutboxes(loop)
         limits = HoldLimits(config.transport.open_timeout_s, config.transport.hold_timeout_s)
@@ -124,9 +125,9 @@ class PrefillWorker:
 
     def submit(self, request: Request, prefill_worker: str, prefill_epoch: int) -> None:
         """See ``worker.session.Attempts``."""
-        if self._draining:
-            self._holds.refuse(request.transfer_id, f"{self._parts.worker_id} is draining")
-            raise Refused(FailureCode.DRAINING, f"{self._parts.worker_id} is draining")
+        if self.draining.active:
+            self._holds.refuse(request.transfer_id, self.draining.reason)
+            raise Refused(FailureCode.DRAINING, self.draining.reason)
         if not request.transfer_id:
             raise Refused(
                 FailureCode.INVALID, f"{self._parts.worker_id} only prefills; send whole requests to a decode worker"
@@ -146,14 +147,14 @@ class PrefillWorker:
     def peers(self, origin: int, peers: list[worker_pb2.Peer]) -> None:
         """Prefill workers dial nobody."""
 
-    def drain(self, enabled: bool) -> None:
+    def flush_cache(self) -> None:
         """See ``worker.session.Attempts``."""
-        self._draining = enabled
+        self.engine.post(commands.ResetPrefixCache())
 
     def report(self) -> worker_pb2.Report:
         """See ``worker.session.Attempts``."""
         stats = self._holds.stats
-        report = load_to_report(self.engine.load(), stats.open, 0, self._draining)
+        report = load_to_report(self.engine.load(), stats.open, 0, self.draining.active)
         report.totals.holds_released, report.totals.holds_revoked = stats.released, stats.revoked
         return report
 

@@ -26,38 +26,40 @@ FAILURE_CODE_DEADLINE: FailureCode
 FAILURE_CODE_INTERNAL: FailureCode
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "peers", "piece", "heartbeat", "drain")
+    __slots__ = ("hello", "submit", "cancel", "peers", "piece", "heartbeat", "order")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
     peers: Peers
     piece: TokenPiece
     heartbeat: Heartbeat
-    drain: Drain
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., piece: _Optional[_Union[TokenPiece, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    order: Order
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., piece: _Optional[_Union[TokenPiece, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "report", "step", "failed", "loaded", "cache")
+    __slots__ = ("welcome", "report", "step", "failed", "loaded", "cache", "obeyed")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    OBEYED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     report: Report
     step: StepOutput
     failed: Failed
     loaded: Loaded
     cache: CacheEvents
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    obeyed: Obeyed
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., obeyed: _Optional[_Union[Obeyed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "epoch", "protocol")
@@ -179,11 +181,37 @@ class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Order(_message.Message):
+    __slots__ = ("order_id", "drain", "flush_cache", "log_level")
+    ORDER_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    order_id: int
+    drain: Drain
+    flush_cache: FlushCache
+    log_level: str
+    def __init__(self, order_id: _Optional[int] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., log_level: _Optional[str] = ...) -> None: ...
+
 class Drain(_message.Message):
-    __slots__ = ("enabled",)
+    __slots__ = ("enabled", "hand_over_s")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_S_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
-    def __init__(self, enabled: _Optional[bool] = ...) -> None: ...
+    hand_over_s: float
+    def __init__(self, enabled: _Optional[bool] = ..., hand_over_s: _Optional[float] = ...) -> None: ...
+
+class FlushCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Obeyed(_message.Message):
+    __slots__ = ("order_id", "error")
+    ORDER_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    order_id: int
+    error: str
+    def __init__(self, order_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("steps", "running", "waiting", "loading", "held", "free_blocks", "queued_tokens", "open_exchanges", "quarantined_blocks", "draining", "links", "totals")

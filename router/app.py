@@ -19,10 +19,13 @@ from fastapi import FastAPI
 
 from twinpool.config import Config
 from twinpool.errors import ConfigError
+from twinpool.proto.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from twinpool.proto.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
     add_InfoServiceServicer_to_server,
 )
+from twinpool.router.admin_service import NAME as ADMIN
+from twinpool.router.admin_service import AdminServicer
 from twinpool.router.admission import Admission, capacity
 from twinpool.router.api_keys import ApiKeys
 from twinpool.router.discovery import Resolve, make_discovery, resolve_all
@@ -40,7 +43,7 @@ from twinpool.router.text import ModelText
 from twinpool.router.trace import TraceBook
 from twinpool.router.worker_metrics import WorkerMetrics
 from twinpool.rpc import RpcServer, Servicer
-from twinpool.tls import ServerTls, public_server
+from twinpool.tls import ServerTls, internal_server, public_server
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class Router:
         rpc: RpcServer,
         http: HttpServer,
         journal: Journal,
+        admin: RpcServer | None,
     ) -> None:
         self._config = config
         self._journal = journal
@@ -68,9 +72,11 @@ class Router:
         self._admission = admission
         self._rpc = rpc
         self._http = http
+        self._admin = admin
         self._health: asyncio.Task[None] | None = None
         self.grpc_port = rpc.port
         self.http_port = http.port
+        self.admin_port = None if admin is None else admin.port
 
     @classmethod
     async def start(cls, config: Config, model_folder: Path, resolve: Resolve = resolve_all) -> Router:
@@ -108,10 +114,15 @@ class Router:
         except ConfigError:
             await http.stop()
             raise
+        try:
+            admin = await _start_admin(config, registry)
+        except ConfigError:
+            await asyncio.gather(rpc.stop(0), http.stop())
+            raise
         await rpc.set_serving(INFO, True)
         http.start()
         registry.start()
-        router = cls(config, registry, admission, intake, rpc, http, journal)
+        router = cls(config, registry, admission, intake, rpc, http, journal, admin)
         router._health = asyncio.create_task(router._follow_readiness())
         log.info("router %s: gRPC on port %d, HTTP on port %d", registry.identity.router_id, rpc.port, http.port)
         return router
@@ -139,6 +150,8 @@ class Router:
         await self._rpc.set_serving(INFERENCE, False)
         drained = await self._admission.drain(timeout_s)
         await asyncio.gather(self._rpc.stop(_LAST_WORDS_S if drained else 0), self._http.stop())
+        if self._admin is not None:
+            await self._admin.stop(0)
         await self._registry.stop()
         await asyncio.to_thread(self._journal.close)
         return drained
@@ -154,6 +167,18 @@ class Router:
                 log.info("router is %s", "ready" if ready else f"not ready: {self._registry.not_ready_reason}")
             else:
                 await self._registry.wait_changed()
+
+
+async def _start_admin(config: Config, registry: Registry) -> RpcServer | None:
+    """Serves operators on loopback, if the configuration says so. Raises ConfigError: the port is in use."""
+    if config.router.admin_port is None:
+        return None
+    admin = AdminServicer(registry)
+    services = [Servicer(ADMIN, lambda server: add_AdminServiceServicer_to_server(admin, server))]
+    tls, token = internal_server(config.tls), config.session.token
+    server = await RpcServer.start("127.0.0.1", config.router.admin_port, services, token, tls)
+    await server.set_serving(ADMIN, True)
+    return server
 
 
 class HttpServer:

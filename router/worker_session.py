@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections import OrderedDict
@@ -27,7 +28,7 @@ import grpc
 import grpc.aio
 
 from twinpool.config import SessionSection
-from twinpool.errors import ConfigError
+from twinpool.errors import ConfigError, Unavailable
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.router import wire
 from twinpool.router.backlog import Backlog
@@ -102,6 +103,8 @@ class WorkerSession:
         self._protocol = protocol
         self._outbox: Outbox[worker_pb2.SessionRequest] | None = None
         self._sinks: dict[int, AttemptSink] = {}
+        self._orders: dict[int, asyncio.Future[str]] = {}
+        self._order_ids = itertools.count(1)
         self._cancelled: OrderedDict[int, None] = OrderedDict()
         self._peers: frozenset[Peer] | None = None
         self.prefixes = PrefixIndex(0)
@@ -155,6 +158,25 @@ class WorkerSession:
         if self._outbox is not None and peers != self._peers:
             self._peers = peers
             self._outbox.put_control(wire.peers(sorted(peers, key=lambda peer: peer.worker_id)))
+
+    async def order(self, order: worker_pb2.Order) -> None:
+        """Has the worker carry out an operator's order, whose number is set here; returns when it has.
+
+        Raises:
+            Unavailable: the worker is not connected, the session ended meanwhile, or the worker refused.
+        """
+        if self._outbox is None:
+            raise Unavailable(
+                f"{self.address} is not connected ({self.error or self.state}); twinpool status tells more"
+            )
+        order.order_id = next(self._order_ids)
+        answer = self._orders[order.order_id] = asyncio.get_running_loop().create_future()
+        self._outbox.put_control(worker_pb2.SessionRequest(order=order))
+        try:
+            if error := await answer:
+                raise Unavailable(error)
+        finally:
+            self._orders.pop(order.order_id, None)
 
     async def run(self) -> None:
         """Keeps the session open until cancelled, or until it ends and its address is not listed any more."""
@@ -269,6 +291,8 @@ class WorkerSession:
             self._backlog.ended(message.failed.attempt_id)
             if sink is not None:
                 sink.on_failed(wire.failure(message.failed))
+        elif kind == "obeyed":
+            self._answer(message.obeyed.order_id, message.obeyed.error)
         elif kind == "cache":
             self.prefixes.apply(message.cache.reset, message.cache.stored, message.cache.removed)
 
@@ -302,9 +326,16 @@ class WorkerSession:
         if self.state != "refused":
             self.state = "dead" if was_usable or self.state == "dead" else "connecting"
         self._directory.changed(self)
+        for order_id in list(self._orders):
+            self._answer(order_id, f"{reason}; ask again once the worker is back")
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.on_session_end(reason, crashed)
+
+    def _answer(self, order_id: int, error: str) -> None:
+        answer = self._orders.get(order_id)
+        if answer is not None and not answer.done():
+            answer.set_result(error)
 
     def _send_cancel(self, attempt_id: int) -> None:
         """Queued behind the attempt's own ``Submit``, which it must not overtake."""

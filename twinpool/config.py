@@ -93,6 +93,13 @@ class RouterSection(Section):
     health_port: int | None = Field(
         None, ge=0, le=65535, description="port for grpc.health.v1 alone, in plain text, for probes; None opens none"
     )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="admin.v1 on 127.0.0.1, for holders of session.token; None opens none (`twinpool up`: takes 8101, "
+        "or a free port where grpc_port is 0), 0 picks a free one",
+    )
     disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
     pace_weight: float = Field(
         0.25,
@@ -130,6 +137,11 @@ class RouterSection(Section):
     reasoning: Literal["auto", "off"] = Field(
         "auto", description="auto sends <think>...</think> as reasoning_content, if the chat template knows the tags"
     )
+
+    @property
+    def known_admin_port(self) -> int:
+        """The port that `twinpool drain`, `flush-cache` and `log-level` dial."""
+        return 8101 if self.admin_port is None else self.admin_port
 
     @model_validator(mode="after")
     def _discovery_finds_something(self) -> Self:

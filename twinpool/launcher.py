@@ -66,6 +66,11 @@ class Deployment:
         return f"{dialled(self.config.controller.host)}:{self.config.controller.known_port}"
 
     @property
+    def admin_address(self) -> str:
+        """Where ``twinpool drain``, ``flush-cache`` and ``log-level`` dial (host:port)."""
+        return f"127.0.0.1:{self.config.router.known_admin_port}"
+
+    @property
     def http_url(self) -> str:
         """Base of the HTTP surface."""
         scheme = "https" if self.config.tls.is_public else "http"
@@ -164,7 +169,8 @@ async def _local_workers(plan: Plan, supervisor: Supervisor, report: Callable[[s
         await asyncio.gather(*keeping, return_exceptions=True)
         await supervisor.stop()
         await controller.stop(0)
-        drop_token(controller.port)
+        for port in _token_ports(plan):
+            drop_token(port)
 
 
 @contextlib.asynccontextmanager
@@ -194,9 +200,15 @@ def _keep_token(plan: Plan, report: Callable[[str], None]) -> None:
     if token is None or token == plan.config.session.token:
         return
     try:
-        keep_token(plan.config.controller.known_port, token)
+        for port in _token_ports(plan):
+            keep_token(port, token)
     except OSError as error:
-        report(f"`twinpool scale` will not find the cluster token ({error}); set TWINPOOL_SESSION__TOKEN for both")
+        report(f"operators' commands will not find the cluster token ({error}); set TWINPOOL_SESSION__TOKEN for both")
+
+
+def _token_ports(plan: Plan) -> tuple[int, int]:
+    """The ports at which operators' commands look for the token."""
+    return plan.config.controller.known_port, plan.config.router.known_admin_port
 
 
 def _closed(config: Config) -> Config:
@@ -235,6 +247,8 @@ def _with_ports(config: Config, ports: PortPicker) -> Config:
         "grpc_port": ports.take(router.host, router.grpc_port, "router.grpc_port", f"{stop_or} (--grpc-port)"),
         "http_port": ports.take(router.host, router.http_port, "router.http_port", f"{stop_or} (--http-port)"),
     }
+    admin = 0 if router.admin_port is None and router.grpc_port == 0 else router.known_admin_port
+    picked["admin_port"] = ports.take("127.0.0.1", admin, "router.admin_port", f"{stop_or} (--set router.admin_port=0)")
     wanted = 0 if controller.port is None and router.grpc_port == 0 else controller.known_port
     port = ports.take(controller.host, wanted, "controller.port", f"{stop_or} (--controller-port)")
     updates = {

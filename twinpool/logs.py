@@ -7,6 +7,7 @@ import logging
 import sys
 
 from twinpool.config import LoggingSection
+from twinpool.errors import InvalidRequest
 
 EXTRA = ("request_id", "outcome")
 """What a line may carry beside its text; an object's keys in JSON."""
@@ -26,6 +27,20 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
+
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def set_level(level: str) -> None:
+    """Changes how much the process logs from now on.
+
+    Raises:
+        InvalidRequest: no such level.
+    """
+    if level not in LEVELS:
+        raise InvalidRequest(f"there is no log level {level!r}; the levels are {', '.join(LEVELS)}", "level")
+    logging.getLogger("twinpool").setLevel(level.upper())
 
 
 def setup_logging(section: LoggingSection) -> None:

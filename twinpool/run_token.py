@@ -1,7 +1,8 @@
 """The cluster token that ``twinpool up`` drew, for the same user's commands on the same machine.
 
-1. ``keep_token`` writes it to a file that only this user can read, named after the controller's port. 2. ``find_token``
-reads it. 3. ``drop_token`` removes it when the deployment ends; the next overwrites one that a killed one left.
+1. ``keep_token`` writes it to a file that only this user can read, named after a port of the deployment.
+2. ``find_token`` reads it. 3. ``drop_token`` removes it when the deployment ends; the next overwrites one that a
+killed one left.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from twinpool.cache import cache_folder
 
 
 def keep_token(port: int, token: str) -> None:
-    """Keeps the token of the deployment whose controller listens on ``port``.
+    """Keeps the token of the deployment whose controller or admin service listens on ``port``.
 
     Raises:
         OSError: the cache cannot be written.
@@ -31,7 +32,7 @@ def drop_token(port: int) -> None:
 
 
 def find_token(port: int) -> str | None:
-    """The token of this user's deployment whose controller listens on ``port``; None when there is none."""
+    """The token of this user's deployment whose controller or admin service listens on ``port``; None without one."""
     try:
         return _path(port).read_text()
     except FileNotFoundError:
@@ -39,4 +40,4 @@ def find_token(port: int) -> str | None:
 
 
 def _path(port: int) -> Path:
-    return cache_folder() / "run" / f"controller-{port}.token"
+    return cache_folder() / "run" / f"port-{port}.token"

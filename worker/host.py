@@ -28,6 +28,7 @@ from twinpool.engine.core import Engine
 from twinpool.engine.grammar import LLGuidanceGrammars
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.rpc import RpcServer
+from twinpool.worker.draining import Draining
 from twinpool.worker.heartbeat import watch_engine
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 class Drainable(Protocol):
     """What the frame needs to know of a role while it drains."""
 
-    def drain(self, enabled: bool) -> None:
-        """Refuses new attempts from now on."""
+    @property
+    def draining(self) -> Draining:
+        """Whether it refuses new attempts."""
 
     def hand_over(self) -> None:
         """Ends unfinished attempts with DRAINING, so that their routers continue them elsewhere."""
@@ -109,7 +111,7 @@ class Host:
         await self._stop.wait()
         heartbeat.cancel()
         log.info("draining")
-        role.drain(True)
+        role.draining.end()
         for server, service in servers:
             await server.set_serving(service, False)
         await self._until(lambda: not role.busy, drain_timeout_s)

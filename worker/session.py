@@ -23,8 +23,10 @@ import grpc.aio
 from twinpool.config import SessionSection
 from twinpool.engine.request import FailureCode, Request
 from twinpool.errors import ConfigError, TwinpoolError, Unavailable
+from twinpool.logs import set_level
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.rpc import PROTOCOL_VERSION, Outbox
+from twinpool.worker.draining import Draining
 from twinpool.worker.outputs import Mailbox, OutputFan
 from twinpool.worker.translate import request_from_submit
 
@@ -65,8 +67,12 @@ class Attempts(Protocol):
     def peers(self, origin: int, peers: list[worker_pb2.Peer]) -> None:
         """Takes the complete set of prefill workers that a session's router sees."""
 
-    def drain(self, enabled: bool) -> None:
-        """Starts or takes back draining."""
+    @property
+    def draining(self) -> Draining:
+        """Whether it refuses new attempts, which an operator may order."""
+
+    def flush_cache(self) -> None:
+        """Forgets cached prefixes; what is submitted afterwards finds none."""
 
     def report(self) -> worker_pb2.Report:
         """The load now."""
@@ -168,10 +174,31 @@ class _Reader:
                     if not _ADDRESS.fullmatch(peer.kv_address):
                         raise ValueError(f"{peer.worker_id!r} listens at {peer.kv_address!r}, which is no host:port")
                 self._attempts.peers(self._origin, list(message.peers.peers))
-            case "drain":
-                self._attempts.drain(message.drain.enabled)
+            case "order":
+                self._obey(message.order)
             case _:
                 pass  # a heartbeat: arriving was its purpose
+
+    def _obey(self, order: worker_pb2.Order) -> None:
+        error = ""
+        try:
+            match order.WhichOneof("order"):
+                case "drain":
+                    wanted = order.drain
+                    hand_over_s = wanted.hand_over_s if wanted.HasField("hand_over_s") else None
+                    self._attempts.draining.order(wanted.enabled, hand_over_s)
+                    self._mailbox.outbox.put_control(worker_pb2.SessionResponse(report=self._attempts.report()))
+                case "flush_cache":
+                    self._attempts.flush_cache()
+                case "log_level":
+                    set_level(order.log_level)
+                case _:
+                    error = "this worker does not know the order; run equal versions"
+        except TwinpoolError as refused:
+            error = refused.message
+        log.info("order: %s", error or order.WhichOneof("order"))
+        obeyed = worker_pb2.Obeyed(order_id=order.order_id, error=error)
+        self._mailbox.outbox.put_control(worker_pb2.SessionResponse(obeyed=obeyed))
 
     def _piece(self, piece: worker_pb2.TokenPiece) -> None:
         self._open_tokens += len(piece.prompt_ids)

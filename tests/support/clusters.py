@@ -69,6 +69,7 @@ class Cluster:
     overrides: dict[str, dict[str, object]] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     http_port: int = 0
+    admin_port: int = 0
     entries: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
@@ -83,8 +84,8 @@ class Cluster:
     ) -> Cluster:
         """A deployment on free ports; nothing runs yet."""
         cluster = cls(folder, model, DEFAULTS | (settings or {}), overrides or {})
-        ports = iter(free_ports(2 + 2 * prefill + decode))
-        cluster.http_port = next(ports)
+        ports = iter(free_ports(3 + 2 * prefill + decode))
+        cluster.http_port, cluster.admin_port = next(ports), next(ports)
         cluster.nodes["router"] = Node("router", "router", next(ports))
         for index in range(prefill):
             name = f"prefill-{index}"
@@ -111,6 +112,8 @@ class Cluster:
         if node.role == "router":
             workers = [other.address for other in self.nodes.values() if other.role != "router"]
             values |= {"router.grpc_port": node.port, "router.http_port": self.http_port, "router.workers": workers}
+            if name == "router":
+                values["router.admin_port"] = self.admin_port
         else:
             values |= {f"{node.role}.port": node.port, f"{node.role}.worker_id": name}
             if node.role == "prefill":

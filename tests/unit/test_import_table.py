@@ -15,7 +15,7 @@ ROLE = SHARED | {"twinpool.worker", "twinpool.engine", "twinpool.kv_transfer", "
 # Folder -> what it may import of ours (prefixes), besides itself.
 ALLOWED = {
     "proto": set(),
-    "router": SHARED | {"twinpool.block_hash", "twinpool.proto"},
+    "router": SHARED | {"twinpool.block_hash", "twinpool.logs", "twinpool.proto"},
     "engine": {"twinpool.block_hash", "twinpool.kernels", "twinpool.kv_transfer.layout"},
     "worker": SHARED
     | {"twinpool.block_hash", "twinpool.logs", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"},

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinpool.cli import bench, config_show, doctor, generate, scale, serve, status, top, trace, up
+from twinpool.cli import admin, bench, config_show, doctor, generate, scale, serve, status, top, trace, up
 from twinpool.cli.output import print_error
 from twinpool.errors import TwinpoolError
 
@@ -26,6 +26,7 @@ serve.register(app)
 generate.register(app)
 status.register(app)
 scale.register(app)
+admin.register(app)
 bench.register(app)
 top.register(app)
 trace.register(app)

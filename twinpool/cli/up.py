@@ -111,6 +111,7 @@ async def _up(plan: Plan, json: bool) -> None:
     async with deployment(plan, _LogPrinter([spec.name for spec in plan.specs]), _note) as started:
         if json:
             found = {"grpc": started.grpc_address, "http": started.http_url, "controller": started.controller_address}
+            found["admin"] = started.admin_address
             print_json({**found, "ready_s": round(started.ready_s, 3)})
         else:
             print(_welcome(started))

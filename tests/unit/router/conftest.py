@@ -88,6 +88,10 @@ class FakeWorker:
     peer_sets: list[list[str]] = field(default_factory=list)
     sessions: int = 0
     draining: bool = False
+    running: int = 0
+    deaf: bool = False
+    """Takes orders, and never says that they were carried out."""
+    orders: list[worker_pb2.Order] = field(default_factory=list)
     paused: asyncio.Event = field(default_factory=asyncio.Event)
     outbox: Any = None
     _server: RpcServer | None = None
@@ -160,9 +164,22 @@ class FakeWorker:
                     worker_pb2.Linked(worker_id=peer.worker_id, epoch=peer.epoch, linked=True, transport="fake/loop")
                     for peer in self.peers
                 ]
-                report = worker_pb2.Report(free_blocks=self.num_blocks, links=links, draining=self.draining)
+                report = self._load(links)
                 outbox.put(worker_pb2.SessionResponse(report=report))
             await asyncio.sleep(0.02)
+
+    def _load(self, links: list[worker_pb2.Linked]) -> worker_pb2.Report:
+        return worker_pb2.Report(free_blocks=self.num_blocks, links=links, draining=self.draining, running=self.running)
+
+    def _obey(self, order: worker_pb2.Order, outbox: Outbox[worker_pb2.SessionResponse]) -> None:
+        self.orders.append(order)
+        if self.deaf:
+            return
+        if order.WhichOneof("order") == "drain":
+            self.draining = order.drain.enabled
+            links = [worker_pb2.Linked(worker_id=peer.worker_id, epoch=peer.epoch, linked=True) for peer in self.peers]
+            outbox.put(worker_pb2.SessionResponse(report=self._load(links)))
+        outbox.put(worker_pb2.SessionResponse(obeyed=worker_pb2.Obeyed(order_id=order.order_id)))
 
     async def _read(self, requests: Any, outbox: Outbox[worker_pb2.SessionResponse]) -> None:
         pieces: dict[int, list[int]] = {}
@@ -176,6 +193,8 @@ class FakeWorker:
                 pieces.setdefault(request.piece.attempt_id, []).extend(request.piece.prompt_ids)
             elif kind == "peers":
                 self.peer_sets.append([peer.worker_id for peer in request.peers.peers])
+            elif kind == "order":
+                self._obey(request.order, outbox)
             elif kind == "cancel":
                 self.cancels.append(request.cancel.attempt_id)
                 task = attempts.pop(request.cancel.attempt_id, None)
