@@ -29,7 +29,7 @@ from twinpool.router.journal import Journal
 from twinpool.router.ledger import MAX_PAUSE_S, Ledger
 from twinpool.router.messages import Failure, FailureCode, FinishReason, Output, Role
 from twinpool.router.metrics import RouterMetrics
-from twinpool.router.policy import NoRoute, Obstacle, Route, RouteQuery
+from twinpool.router.policy import FINAL, NoRoute, Obstacle, Route, RouteQuery
 from twinpool.router.prompt_blocks import PromptBlocks
 from twinpool.router.registry import Registry
 from twinpool.router.request import ResolvedRequest
@@ -163,7 +163,9 @@ class Flow:
 
     def _route(self, choices: Sequence[int]) -> Route | NoRoute:
         longest = max(len(self._choices[choice].token_ids) for choice in choices)
+        begun = any(choice.token_ids for choice in self._choices)
         query = RouteQuery(
+            revision=self._attempts[-1].route.revision if begun else None,
             num_tokens=len(self.request.prompt_ids) + longest,
             mode=self._mode,
             avoid=frozenset(self._ledger.avoid),
@@ -315,7 +317,7 @@ class Flow:
         await asyncio.sleep(self._ledger.pause_s(choices))
         while isinstance(route := self._route(choices), NoRoute):
             started = any(choice.token_ids for choice in self._choices)
-            if route.obstacle is Obstacle.TOO_LARGE or (route.obstacle is Obstacle.BARRED and not started):
+            if route.obstacle in FINAL or (route.obstacle is Obstacle.BARRED and not started):
                 self.cancel(error_for(route))
                 return
             if route.obstacle is Obstacle.BARRED:

@@ -31,6 +31,7 @@ from twinpool.router.scoring import (
 from twinpool.router.worker_view import WorkerView, incompatibility
 
 __all__ = [
+    "FINAL",
     "Cause",
     "Mode",
     "NoRoute",
@@ -74,6 +75,8 @@ class Route:
     streams: int
     first_s: float
     """Estimated seconds until the answer flows."""
+    revision: str
+    """Of the model."""
 
 
 class Obstacle(enum.Enum):
@@ -83,6 +86,11 @@ class Obstacle(enum.Enum):
     NO_LINK = "no_link"
     TOO_LARGE = "too_large"
     BARRED = "barred"
+    REVISION = "revision"
+
+
+FINAL = (Obstacle.TOO_LARGE, Obstacle.REVISION)
+"""Waiting does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,15 @@ def choose(query: RouteQuery, workers: Sequence[WorkerView], costs: Costs) -> Ro
     """
     usable = [view for view in workers if not view.report.draining]
     decoders = [view for view in usable if view.info.role == "decode"]
+    if query.revision is not None:
+        usable = [view for view in usable if view.info.revision == query.revision]
+        others, decoders = decoders, [view for view in decoders if view.info.revision == query.revision]
+        if others and not decoders:
+            return NoRoute(
+                Obstacle.REVISION,
+                f"revision {query.revision[:12]} of the model, which began this answer, is not served any more; "
+                "ask again",
+            )
     if not decoders:
         return NoRoute(Obstacle.NO_WORKER, "no decode worker is connected; start one or wait for it (twinpool status)")
     fitting = [view for view in decoders if view.blocks_for(query.num_tokens) <= view.info.num_blocks]
@@ -184,6 +201,7 @@ def _route(score: _Score, query: RouteQuery, reason: str, cause: Cause) -> Route
         read_tokens=0 if score.prefill is None else to_read(score.decode, query),
         streams=score.decode.streams,
         first_s=score.first_s,
+        revision=score.decode.info.revision,
     )
 
 

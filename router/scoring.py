@@ -32,6 +32,7 @@ class RouteQuery:
 
     ``avoid`` holds workers that failed this request; they are used only when no other is left. ``barred`` holds
     workers that must not be used. ``is_retry`` lets decode compute the prompt although the mode is ``always``.
+    ``revision`` is that of the model which has begun the answer: no other may go on with it.
     """
 
     num_tokens: int
@@ -42,6 +43,7 @@ class RouteQuery:
     answer_tokens: int = 1 << 30
     cached_blocks: Mapping[str, int] = field(default_factory=dict)
     pace_weight: float = 0.25
+    revision: str | None = None
 
 
 def cached_tokens(view: WorkerView, query: RouteQuery, most: int) -> int:

@@ -46,7 +46,7 @@ class AsyncClient:
         Raises:
             TwinpoolError: its subclasses say why (InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, ...).
         """
-        async with self.stream(prompt, **options) as stream:
+        async with self._open(prompt, options, whole=True) as stream:
             async for _ in stream:
                 pass
         return stream.result
@@ -57,8 +57,12 @@ class AsyncClient:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Generates and yields chunks as they are sampled; ``AsyncStream.result`` is the whole afterwards."""
+        return self._open(prompt, options, whole=False)
+
+    def _open(self, prompt: Prompt, options: Options, whole: bool) -> AsyncStream:
         retries = Retries(self._max_retries, options.get("timeout", self._timeout))
-        return AsyncStream(self._inference, to_request(prompt, options), self._metadata, retries, self.address)
+        request = to_request(prompt, options)
+        return AsyncStream(self._inference, request, self._metadata, retries, self.address, whole)
 
     async def models(self) -> tuple[Model, ...]:
         """The served models, the default first."""
@@ -106,7 +110,10 @@ class AsyncStream:
         metadata: tuple[tuple[str, str], ...],
         retries: Retries,
         address: str,
+        whole: bool,
     ) -> None:
+        """``whole``: nobody sees chunks before the end, so that an answer which broke off may be asked for anew."""
+        self._whole = whole
         self._send: Callable[[], Any] = lambda: stub.Generate(request, timeout=retries.time_left(), metadata=metadata)
         self._retries = retries
         self._address = address
@@ -122,8 +129,9 @@ class AsyncStream:
         return self._collector.completion()
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        started = False
         while not self._complete:
+            started = False
+            self._collector = Collector()
             self._call = self._send()
             try:
                 async for message in self._call:
@@ -134,7 +142,7 @@ class AsyncStream:
                 self._complete = True
             except grpc.RpcError as error:
                 failure = to_error(error, self._address)
-                delay_s = None if started else self._retries.next_delay(failure)
+                delay_s = None if started and not self._whole else self._retries.next_delay(failure)
                 if delay_s is None:
                     raise failure from error
                 await asyncio.sleep(delay_s)

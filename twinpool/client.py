@@ -69,7 +69,7 @@ class Client:
         Raises:
             TwinpoolError: its subclasses say why (InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, ...).
         """
-        with self.stream(prompt, **options) as stream:
+        with self._open(prompt, options, whole=True) as stream:
             for _ in stream:
                 pass
         return stream.result
@@ -80,8 +80,12 @@ class Client:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Generates and yields chunks as they are sampled; ``Stream.result`` is the whole afterwards."""
+        return self._open(prompt, options, whole=False)
+
+    def _open(self, prompt: Prompt, options: Options, whole: bool) -> Stream:
         retries = Retries(self._max_retries, options.get("timeout", self._timeout))
-        return Stream(self._inference, to_request(prompt, options), self._metadata, retries, self.address)
+        request = to_request(prompt, options)
+        return Stream(self._inference, request, self._metadata, retries, self.address, whole)
 
     def models(self) -> tuple[Model, ...]:
         """The served models, the default first."""
@@ -129,7 +133,10 @@ class Stream:
         metadata: tuple[tuple[str, str], ...],
         retries: Retries,
         address: str,
+        whole: bool,
     ) -> None:
+        """``whole``: nobody sees chunks before the end, so that an answer which broke off may be asked for anew."""
+        self._whole = whole
         self._send: Callable[[], Any] = lambda: stub.Generate(request, timeout=retries.time_left(), metadata=metadata)
         self._retries = retries
         self._address = address
@@ -145,8 +152,9 @@ class Stream:
         return self._collector.completion()
 
     def __iter__(self) -> Iterator[Chunk]:
-        started = False
         while not self._complete:
+            started = False
+            self._collector = Collector()
             self._call = self._send()
             try:
                 for message in self._call:
@@ -157,7 +165,7 @@ class Stream:
                 self._complete = True
             except grpc.RpcError as error:
                 failure = to_error(error, self._address)
-                delay_s = None if started else self._retries.next_delay(failure)
+                delay_s = None if started and not self._whole else self._retries.next_delay(failure)
                 if delay_s is None:
                     raise failure from error
                 time.sleep(delay_s)

@@ -1,4 +1,4 @@
-"""When a call that got no answer yet is sent again: only while the router is unavailable, a few times, in time."""
+"""When a call whose caller has seen nothing yet is sent again: only for UNAVAILABLE, a few times, in time."""
 
 from __future__ import annotations
 

@@ -307,3 +307,36 @@ async def test_drain_lets_requests_finish(make_cluster: Any) -> None:
         cluster.workers[1].go.set()
         assert text_of(await task) == SAID
         assert await stopping
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_an_answer_stays_with_the_revision_that_began_it(make_cluster: Any, kept: bool) -> None:
+    """decode-0 is of the old revision and dies; the others are of the new one, or decode-1 is old too."""
+
+    def setup(cluster: Any) -> None:
+        _, new_prefill, old, heir, new = cluster.workers
+        new_prefill.revision = new.revision = "new"
+        heir.revision = "rev" if kept else "new"
+        old.pause_after = 6
+        heir.draining = new.draining = new_prefill.draining = True  # until the stream has begun on the old pair
+
+    async with make_cluster(SAID, prefills=2, decodes=3, setup=setup) as cluster:
+        await cluster.until(lambda: len(cluster.router.registry.views()) == 5)
+        await cluster.router.wait_ready()
+        task = asyncio.create_task(collect(cluster))
+        _, new_prefill, old, heir, new = cluster.workers
+        await old.paused.wait()
+        heir.draining = new.draining = new_prefill.draining = False
+        views = cluster.router.registry.views
+        await cluster.until(lambda: not any(view.report.draining for view in views()))
+        await old.kill()
+        if kept:
+            messages = await task
+            assert (text_of(messages), messages[-1].decode_worker) == (SAID, "decode-1")
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="began this answer") as caught:
+                await task
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not new.submits
+        fresh = await collect(cluster)  # what nobody has begun goes anywhere
+        assert text_of(fresh) == SAID

@@ -93,7 +93,7 @@ async def test_errors_keep_class_and_details(router: ScriptedRouter, error: Twin
 
 
 @pytest.mark.parametrize("kind", ["async", "blocking"])
-async def test_unavailable_is_retried_only_before_the_first_token(router: ScriptedRouter, kind: str) -> None:
+async def test_unavailable_is_retried_while_the_caller_has_seen_nothing(router: ScriptedRouter, kind: str) -> None:
     async def generate() -> Completion:
         if kind == "blocking":
             return await in_thread(Client(router.address).generate, "x")
@@ -111,12 +111,33 @@ async def test_unavailable_is_retried_only_before_the_first_token(router: Script
 
     async def halfway(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(text="half")
+        if len(router.requests) < 5:
+            raise Unavailable("gone")
+        yield pb.GenerateResponse(text="whole", finish_reason=pb.FINISH_REASON_STOP)
+
+    router.script = halfway
+    assert (await generate()).text == "halfwhole"
+    assert len(router.requests) == 5
+
+
+@pytest.mark.parametrize("kind", ["async", "blocking"])
+async def test_a_stream_that_has_begun_is_not_asked_for_again(router: ScriptedRouter, kind: str) -> None:
+    async def halfway(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(text="half")
         raise Unavailable("gone")
 
     router.script = halfway
+
+    async def read() -> None:
+        if kind == "blocking":
+            await in_thread(lambda: list(Client(router.address).stream("x")))
+        async with AsyncClient(router.address) as client:
+            async for _ in client.stream("x"):
+                pass
+
     with pytest.raises(Unavailable, match="gone"):
-        await generate()
-    assert len(router.requests) == 4
+        await read()
+    assert len(router.requests) == 1
 
 
 async def test_retries_are_bounded(router: ScriptedRouter) -> None:
