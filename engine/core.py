@@ -71,6 +71,11 @@ class EngineLoad:
     quarantined_blocks: int = 0
     queued_tokens: int = 0
     preemptions: int = 0
+    batches: int = 0
+    batch_requests: int = 0
+    batch_tokens: int = 0
+    batch_s: float = 0.0
+    """Batches that were computed since start, their requests, tokens and seconds, summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,8 @@ class Engine:
         self._remote = RemoteLoads(self._scheduler, self._attempts, self._postprocessor, self._outputs)
         self._flights: deque[_Flight] = deque()
         self._landed_at = 0.0
+        self._batches = self._batch_requests = self._batch_tokens = 0
+        self._batch_s = 0.0
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -324,6 +331,10 @@ class Engine:
         # In a full pipeline a step costs what passes between two that land, not its own way through all stages.
         seconds = now - max(flight.began_at, self._landed_at)
         self._landed_at = now
+        self._batches += 1
+        self._batch_requests += len(plan.scheduled)
+        self._batch_tokens += sum(entry.num_tokens for entry in plan.scheduled)
+        self._batch_s += seconds
         if flight.learns:
             self._learn(plan, result, seconds)
         self._postprocessor.apply(plan, result, now)
@@ -349,4 +360,8 @@ class Engine:
             quarantined_blocks=self._attempts.num_quarantined_blocks,
             queued_tokens=scheduler.queued_tokens(),
             preemptions=scheduler.num_preemptions,
+            batches=self._batches,
+            batch_requests=self._batch_requests,
+            batch_tokens=self._batch_tokens,
+            batch_s=self._batch_s,
         )

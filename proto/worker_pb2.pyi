@@ -242,7 +242,7 @@ class Report(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., free_blocks: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., open_exchanges: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[Linked, _Mapping]]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("transfers", "transfers_lost", "transfer_bytes", "transfer_s", "exposed_transfer_s", "holds_released", "holds_revoked", "preemptions")
+    __slots__ = ("transfers", "transfers_lost", "transfer_bytes", "transfer_s", "exposed_transfer_s", "holds_released", "holds_revoked", "preemptions", "batches", "batch_requests", "batch_tokens", "batch_s")
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_LOST_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,10 @@ class Totals(_message.Message):
     HOLDS_RELEASED_FIELD_NUMBER: _ClassVar[int]
     HOLDS_REVOKED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_S_FIELD_NUMBER: _ClassVar[int]
     transfers: int
     transfers_lost: int
     transfer_bytes: int
@@ -259,7 +263,11 @@ class Totals(_message.Message):
     holds_released: int
     holds_revoked: int
     preemptions: int
-    def __init__(self, transfers: _Optional[int] = ..., transfers_lost: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., holds_released: _Optional[int] = ..., holds_revoked: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    batches: int
+    batch_requests: int
+    batch_tokens: int
+    batch_s: float
+    def __init__(self, transfers: _Optional[int] = ..., transfers_lost: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., holds_released: _Optional[int] = ..., holds_revoked: _Optional[int] = ..., preemptions: _Optional[int] = ..., batches: _Optional[int] = ..., batch_requests: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., batch_s: _Optional[float] = ...) -> None: ...
 
 class Linked(_message.Message):
     __slots__ = ("worker_id", "epoch", "linked", "transport", "gigabytes_per_second", "error")

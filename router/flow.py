@@ -381,7 +381,7 @@ class Flow:
                 self._attempts[0], tokens // self.request.n, times.last_token - times.first_token
             )
         summary = summarize(self._attempts, len(self.request.prompt_ids), tokens, self._ledger.redispatches, times)
-        self._context.metrics.finished(summary)
+        self._context.metrics.finished(summary, self.request.n)
         self._context.journal.ended(self.request, self._arrival, now, "ok", summary)
         return summary
 

@@ -77,6 +77,10 @@ class Totals:
     holds_released: int = 0
     holds_revoked: int = 0
     preemptions: int = 0
+    batches: int = 0
+    batch_requests: int = 0
+    batch_tokens: int = 0
+    batch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

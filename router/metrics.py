@@ -43,6 +43,12 @@ class RouterMetrics:
         self._gap = Histogram(
             "twinpool_router_inter_token_seconds", "Gap between outputs", buckets=_GAP, registry=self.registry
         )
+        self._tpot = Histogram(
+            "twinpool_router_time_per_output_token_seconds",
+            "First token to last, over the tokens between (TPOT)",
+            buckets=_GAP,
+            registry=self.registry,
+        )
         self._total = Histogram(
             "twinpool_router_request_seconds", "Arrival to end", buckets=_TOTAL, registry=self.registry
         )
@@ -78,9 +84,11 @@ class RouterMetrics:
         """A dispatched request ended."""
         self._requests.labels(outcome).inc()
 
-    def finished(self, summary: Summary) -> None:
-        """A request finished well."""
+    def finished(self, summary: Summary, choices: int) -> None:
+        """A request for so many choices finished well."""
         usage = summary.usage
+        if (tokens := usage.completion_tokens // choices) > 1:
+            self._tpot.observe(summary.timings.decode_s / (tokens - 1))
         self._total.observe(summary.timings.total_s)
         for kind, count in (
             ("prompt", usage.prompt_tokens),

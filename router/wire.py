@@ -93,6 +93,10 @@ def report(message: worker_pb2.Report) -> Report:
             holds_released=message.totals.holds_released,
             holds_revoked=message.totals.holds_revoked,
             preemptions=message.totals.preemptions,
+            batches=message.totals.batches,
+            batch_requests=message.totals.batch_requests,
+            batch_tokens=message.totals.batch_tokens,
+            batch_s=message.totals.batch_s,
         ),
     )
 

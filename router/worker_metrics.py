@@ -31,6 +31,10 @@ _GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
     ("steps", "Engine steps", lambda report: report.steps),
     ("preemptions", "Requests that lost their blocks and were computed again", lambda r: r.totals.preemptions),
+    ("batches", "Batches that were computed", lambda r: r.totals.batches),
+    ("batch_requests", "Requests of all batches: over batches, the batch size", lambda r: r.totals.batch_requests),
+    ("batch_tokens", "Tokens of all batches", lambda r: r.totals.batch_tokens),
+    ("step_seconds", "Seconds of all batches: over batches, the time of a step", lambda r: r.totals.batch_s),
     ("transfer_bytes", "Bytes of confirmed KV copies (decode)", lambda r: r.totals.transfer_bytes),
     ("transfer_seconds", "First readable segment to confirmation (decode)", lambda r: r.totals.transfer_s),
     (
@@ -72,14 +76,20 @@ class WorkerMetrics(Collector):
     def collect(self) -> Iterable[Family]:
         """The families of all connected workers."""
         up = GaugeMetricFamily("twinpool_worker_up", "1 while the worker is connected", labels=_WORKER)
+        restarts = CounterMetricFamily(
+            "twinpool_worker_restarts", "Times that the worker came back as another process", labels=_WORKER
+        )
+        ready = GaugeMetricFamily("twinpool_router_ready", "1 while a request sent now could be served")
+        ready.add_metric((), not self._registry.not_ready_reason)
         connected: list[tuple[Sequence[str], WorkerSession]] = []
         for session in self._registry.sessions:
             info = session.info
             labels = (session.address, "unknown") if info is None else (info.worker_id, info.role)
             up.add_metric(labels, session.usable)
+            restarts.add_metric(labels, session.restarts)
             if info is not None and session.usable:
                 connected.append((labels, session))
-        yield up
+        yield from (ready, up, restarts)
         yield from _loads(connected)
         yield from _outcomes(connected)
         yield self._links(connected)

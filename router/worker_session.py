@@ -95,6 +95,8 @@ class WorkerSession:
         self.listed = True
         self.error = ""
         self.info: WorkerInfo | None = None
+        self.restarts = 0
+        """Times that another process has answered at the address."""
         self.report = Report()
         self._config = config
         self._identity = identity
@@ -240,6 +242,7 @@ class WorkerSession:
         if refusal:
             self.state = "refused"
             return refusal
+        self.restarts += self.info is not None and self.info.epoch != info.epoch
         self.info = info
         self.report = Report(free_blocks=info.num_blocks)
         self._backlog = Backlog()

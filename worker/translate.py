@@ -161,5 +161,11 @@ def load_to_report(load: EngineLoad, open_exchanges: int, quarantined: int, drai
         open_exchanges=open_exchanges,
         quarantined_blocks=quarantined,
         draining=draining,
-        totals=worker_pb2.Totals(preemptions=load.preemptions),
+        totals=worker_pb2.Totals(
+            preemptions=load.preemptions,
+            batches=load.batches,
+            batch_requests=load.batch_requests,
+            batch_tokens=load.batch_tokens,
+            batch_s=load.batch_s,
+        ),
     )

@@ -91,11 +91,17 @@ async def roll(cluster: Cluster, model: Path, steps: Sequence[Sequence[str]]) ->
     for names in steps:
         codes = await asyncio.gather(*(asyncio.to_thread(cluster.terminate, name, 90) for name in names))
         assert codes == [0] * len(names)
+        await cluster.until(lambda status, gone=names: not alive(status) & set(gone), 30)  # type: ignore[misc]
         for name in names:
             cluster.overrides[name] = {"model.path": str(model)}
             cluster.launch(name)
         same = {name for name in cluster.nodes if cluster.overrides.get(name, {}).get("model.path") == str(model)}
         await cluster.until(lambda status, same=same: linked(status, same), 120)  # type: ignore[misc]
+
+
+def alive(status: Any) -> set[str]:
+    """The connected workers."""
+    return {worker.worker_id for worker in status.workers if worker.state == "alive"}
 
 
 def linked(status: Any, same: set[str]) -> bool:
