@@ -65,7 +65,7 @@ class DecodeWorker:
         self._links: dict[str, PrefillLink] = {}
         self._peers: dict[int, dict[str, worker_pb2.Peer]] = {}
         """What each session of a router names, the one that spoke last at the end."""
-        self.draining = Draining(self._loop, parts.worker_id, self.hand_over)
+        self.draining = Draining(self._loop, parts.worker_id, config.session.report_interval_s, self.hand_over)
         self.fan = OutputFan(self._loop, final_on_first=False)
         limits = ImportLimits(config.transport.read_timeout_s, config.transport.require)
         self._table = ImportTable(parts.ranks, limits, self._on_event, time.monotonic)
@@ -92,7 +92,7 @@ class DecodeWorker:
 
     def submit(self, request: Request, prefill_worker: str, prefill_epoch: int) -> None:
         """See ``worker.session.Attempts``."""
-        if self.draining.active:
+        if self.draining.refuses:
             raise Refused(FailureCode.DRAINING, self.draining.reason)
         if not request.transfer_id:
             self.engine.post(commands.Submit(request))

@@ -77,7 +77,7 @@ class PrefillWorker:
         self._parts = parts
         self._kv_address = ""
         loop = asyncio.get_running_loop()
-        self.draining = Draining(loop, parts.worker_id, self.hand_over)
+        self.draining = Draining(loop, parts.worker_id, config.session.report_interval_s, self.hand_over)
         self.fan = OutputFan(loop, final_on_first=True)
         self._outboxes = PeerOutboxes(loop)
         limits = HoldLimits(config.transport.open_timeout_s, config.transport.hold_timeout_s)
@@ -125,7 +125,7 @@ class PrefillWorker:
 
     def submit(self, request: Request, prefill_worker: str, prefill_epoch: int) -> None:
         """See ``worker.session.Attempts``."""
-        if self.draining.active:
+        if self.draining.refuses:
             self._holds.refuse(request.transfer_id, self.draining.reason)
             raise Refused(FailureCode.DRAINING, self.draining.reason)
         if not request.transfer_id:

@@ -5,9 +5,10 @@ Life cycle of the process:
 1. The role's main loads the model and makes its worker object; the frame starts the engine thread, the transfer thread
    and the servers. Ready is said through health once a self-transfer has worked (see ``startup``), and alive
    under the empty name for as long as the engine steps (see ``heartbeat``).
-2. SIGTERM or SIGINT drains: health turns NOT_SERVING, new attempts are refused, running ones get ``drain_timeout_s``.
-   What is left then is handed over: its attempts fail with DRAINING and the router continues them elsewhere.
-   Promised KV is served until it is released, for as long as a read may take. A second signal skips the waiting.
+2. SIGTERM or SIGINT drains: health turns NOT_SERVING, routers hear of it and send no more, running attempts get
+   ``drain_timeout_s``. What is left then is handed over: its attempts fail with DRAINING and the router continues
+   them elsewhere. Promised KV is served until it is released, for as long as a read may take. A second signal skips
+   the waiting.
 3. Servers stop (routers see their sessions end), then the engine, the grammar threads, the transfer thread, and the
    connector.
 
@@ -114,7 +115,7 @@ class Host:
         role.draining.end()
         for server, service in servers:
             await server.set_serving(service, False)
-        await self._until(lambda: not role.busy, drain_timeout_s)
+        await self._until(lambda: role.draining.refuses and not role.busy, drain_timeout_s)
         if role.busy and self._exit_code == 0:  # after a failure the sessions break, which counts as a crash
             log.info("handing unfinished attempts over")
             role.hand_over()

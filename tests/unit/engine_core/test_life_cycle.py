@@ -39,6 +39,8 @@ def test_a_partial_chunk_says_nothing(harness):
     assert h.step() is False
     assert len(h.output(1)) == 1
     assert [[n for _, n in plan] for plan in h.executor.plans] == [[8], [8], [2]]
+    load = h.engine.load()
+    assert (load.batches, load.batch_requests, load.batch_tokens) == (3, 3, 18)
     h.assert_empty()
 
 

@@ -89,6 +89,7 @@ class FakeWorker:
     sessions: int = 0
     draining: bool = False
     running: int = 0
+    totals: worker_pb2.Totals = field(default_factory=worker_pb2.Totals)
     deaf: bool = False
     """Takes orders, and never says that they were carried out."""
     orders: list[worker_pb2.Order] = field(default_factory=list)
@@ -169,7 +170,9 @@ class FakeWorker:
             await asyncio.sleep(0.02)
 
     def _load(self, links: list[worker_pb2.Linked]) -> worker_pb2.Report:
-        return worker_pb2.Report(free_blocks=self.num_blocks, links=links, draining=self.draining, running=self.running)
+        return worker_pb2.Report(
+            free_blocks=self.num_blocks, links=links, draining=self.draining, running=self.running, totals=self.totals
+        )
 
     def _obey(self, order: worker_pb2.Order, outbox: Outbox[worker_pb2.SessionResponse]) -> None:
         self.orders.append(order)
