@@ -95,7 +95,8 @@ class Ticket:
         self.priority = priority
         self.deadline = deadline
         self.max_tokens = 0
-        self.enqueued = self.started = 0.0
+        self.enqueued = 0.0
+        self.first_token_at: float | None = None
         self.entry: Entry | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.prompt_tokens = 0
@@ -251,7 +252,7 @@ class Admission:
                 if self._is_too_late(ticket, now):
                     self._refuse(ticket, entry)
                 else:
-                    self._start(ticket, now)
+                    self._start(ticket)
         self._rate.queue_is(len(self._queue) > 0)
 
     def _fits(self, ticket: Ticket, room: Capacity) -> bool:
@@ -282,8 +283,7 @@ class Admission:
             message = "the queue was slower than expected and the request would not end by its deadline; retry later"
             ticket.waiter.set_exception(Overloaded(message, self.retry_after_s))
 
-    def _start(self, ticket: Ticket, now: float) -> None:
-        ticket.started = now
+    def _start(self, ticket: Ticket) -> None:
         ticket.running = ticket.in_prefill = True
         ticket.account.running += ticket.choices
         self._running += ticket.choices
@@ -296,6 +296,7 @@ class Admission:
     def left_prefill(self, ticket: Ticket) -> None:
         """A ticket's prompt is computed; called by tickets."""
         ticket.in_prefill = False
+        ticket.first_token_at = self._clock()
         self._in_prefill -= 1
         self._prefill_tokens -= ticket.prompt_tokens
         self.pump()
@@ -339,7 +340,9 @@ class Admission:
         if completion_tokens:
             answer = completion_tokens / ticket.choices
             self._answer += _SMOOTHING * (answer - self._answer)
-            self._token_s += _SMOOTHING * ((now - ticket.started) / answer - self._token_s)
+            if answer > 1 and ticket.first_token_at is not None:  # a long prompt says nothing of the answers' pace
+                pace = (now - ticket.first_token_at) / (answer - 1)
+                self._token_s += _SMOOTHING * (pace - self._token_s)
 
     @property
     def draining(self) -> bool:

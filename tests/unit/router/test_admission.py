@@ -73,6 +73,7 @@ async def test_what_comes_too_late_is_refused_instead_of_started() -> None:
     admission = make(clock, slots=1)
     for _ in range(50):  # a second for twenty tokens
         ticket, _ = await turn(admission)
+        ticket.first_token()
         clock.now += 1.0
         ticket.release(20)
     first, _ = await turn(admission)
@@ -103,6 +104,27 @@ async def test_without_workers_the_flow_says_so() -> None:
     assert all(task.done() for task in [(await turn(admission))[1] for _ in range(20)])
 
 
+async def test_long_prompts_say_nothing_of_the_pace_of_answers() -> None:
+    clock = Clock()
+    admission = make(clock, slots=1)
+    for _ in range(3):  # a prompt of minutes, a short answer
+        ticket, task = await turn(admission)
+        clock.now += 130.0
+        ticket.first_token()
+        clock.now += 0.1
+        ticket.release(2)
+        await task
+    running, _ = await turn(admission)
+    waiting = admission.admit(A, deadline_s=60.0, max_tokens=200)
+    task = asyncio.ensure_future(waiting.turn(10, 200, 1))
+    await asyncio.sleep(0)
+    clock.now += 1.0
+    running.release(1)
+    assert await settle(task) == [True]
+    await task  # it is not refused
+    waiting.release()
+
+
 async def test_refused_when_the_queue_is_longer_than_the_deadline() -> None:
     clock = Clock()
     admission = make(clock, slots=1, max_queue_s=5.0)
@@ -110,6 +132,7 @@ async def test_refused_when_the_queue_is_longer_than_the_deadline() -> None:
     current, _ = await turn(admission, anybody)
     waiting = [await turn(admission, anybody) for _ in range(20)]  # 600 tokens expected
     for _ in range(4):  # 30 tokens a second
+        current.first_token()
         clock.now += 1.0
         current.release(20)
         current, _ = waiting.pop(0)
