@@ -50,10 +50,8 @@ def load(
     json: Json = False,
 ) -> None:
     """Measures TTFT, TPOT, gaps, throughput and goodput of a running server, greedy, with answers of exact length."""
-    try:
-        from twinpool.bench import load_report, workload
-    except ImportError as error:
-        raise ConfigError(f"the load client needs {error.name}; pip install 'twinpool[bench]'") from error
+    from twinpool.bench import load_report, workload
+
     if trace is not None and rate is not None:
         raise ConfigError("--trace brings its own times; leave out --rate, or use --speed")
     if trace is not None:
@@ -111,13 +109,16 @@ def _target(
     config: Path | None,
     settings: list[str] | None,
 ) -> Target:
-    from twinpool.bench.target import GrpcTarget, OpenAITarget
-
     loaded = load_config(config, settings)
     key = loaded.config.client.api_key
     if url is not None:
+        try:
+            from twinpool.bench.openai_target import OpenAITarget
+        except ImportError as error:
+            raise ConfigError(f"--url needs {error.name}; pip install {error.name}") from error
         return OpenAITarget(url, model, key, prefill_url)
     from twinpool import AsyncClient
+    from twinpool.bench.target import GrpcTarget
     from twinpool.tls import client_tls
 
     tls = client_tls(loaded.config) or False
@@ -128,7 +129,7 @@ def _plot(timelines: list[Timeline], result: dict[str, Any], path: Path) -> None
     try:
         from twinpool.bench.load_plot import plot
     except ImportError as error:
-        raise ConfigError(f"--png needs {error.name}; pip install 'twinpool[bench]'") from error
+        raise ConfigError(f"--png needs {error.name}; pip install {error.name}") from error
     if not any(timeline.pieces for timeline in timelines):
         print("twinpool: no answers, no picture", file=sys.stderr)
         return

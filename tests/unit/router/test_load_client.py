@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from twinpool import AsyncClient
-from twinpool.bench.target import GrpcTarget, OpenAITarget, run_closed, run_open
+from twinpool.bench.openai_target import OpenAITarget
+from twinpool.bench.target import GrpcTarget, run_closed, run_open
 from twinpool.bench.workload import Ask
 
 
