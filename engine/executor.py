@@ -300,7 +300,8 @@ def build_executor(
     followers = followers or NoFollowers()
     config = ModelConfig.from_hf(model_folder)
     if max_model_len is not None and max_model_len > config.max_position_embeddings:
-        raise DoesNotFit(f"max_model_len {max_model_len} is over the model's limit of {config.max_position_embeddings}")
+        limit = config.max_position_embeddings
+        raise DoesNotFit(f"max_model_len {max_model_len} is over the model's limit of {limit}; set that or less")
     shard = load_shard(
         model_folder,
         dtype=dtype,

@@ -15,6 +15,7 @@ from twinpool.router.api_keys import ApiKeys
 from twinpool.router.chunk import Chunk
 from twinpool.router.intake import Intake
 from twinpool.router.messages import FinishReason, TokenLogprob
+from twinpool.router.openai_format import inner_id
 from twinpool.router.registry import Registry
 from twinpool.router.summary import Summary
 from twinpool.router.text import ModelText
@@ -73,7 +74,7 @@ class InfoServicer(inference_pb2_grpc.InfoServiceServicer):
         self, request: inference_pb2.GetTraceRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetTraceResponse:
         """See inference.proto."""
-        trace = self._book.get(request.request_id)
+        trace = self._book.get(request.request_id) or self._book.get(inner_id(request.request_id))
         if trace is None:
             raise NotFound(
                 f"request {request.request_id!r} is not among the last ones that this router served; "

@@ -73,6 +73,12 @@ class Envelope:
         return {**self._head, "object": self._form.chunk_kind, "choices": choices, **extra}
 
 
+def inner_id(answer_id: str) -> str:
+    """The id of the request whose answer over HTTP is called ``answer_id``."""
+    prefix, dash, request_id = answer_id.partition("-")
+    return request_id if dash and prefix in (ChatFormat.id_prefix, CompletionFormat.id_prefix) else answer_id
+
+
 class ChatFormat:
     """``/v1/chat/completions``."""
 

@@ -196,6 +196,8 @@ class Child:
         errors = [line.removeprefix("error: ") for line in self._last_lines if line.startswith("error: ")]
         if errors and code > 0:
             return errors[-1]
+        if code == -signal.SIGKILL:  # what it printed last has nothing to do with it
+            return f"{self.spec.name} was killed by SIGKILL (the system does that when memory runs out)"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = next((line for line in reversed(self._last_lines) if line.strip()), "it printed nothing")
         return f"{self.spec.name} {how}: {words}"

@@ -72,6 +72,7 @@ def usage_pairs(result: Completion) -> dict[str, str]:
         f"{usage.decode_computed_tokens} computed  [{result.decode_worker}]",
         "answer": f"{usage.completion_tokens} tokens, ended by {result.finish_reason}",
         "route": usage.route_reason,
+        "request": result.request_id,
     }
     if usage.transfer_bytes:
         pairs["KV transfer"] = f"{usage.transfer_bytes / 1e6:.2f} MB over {usage.transport}"

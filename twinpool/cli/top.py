@@ -66,23 +66,26 @@ def top(
 
 def table(status: Status, before: Status | None, seconds: float) -> Table:
     """One look; with an earlier one, ``seconds`` ago, also steps per second."""
+    from rich import box
     from rich.table import Table
 
     state = "ready" if status.ready else f"not ready: {status.not_ready_reason}"
-    found = Table(title=f"twinpool {status.version}, {state}, {status.in_flight} in flight", title_justify="left")
-    numbers = ("running", "waiting", "loading", "held", "KV used", "steps/s")
+    title = f"twinpool {status.version}, {state}, {status.in_flight} in flight"
+    # Narrow, so that it is whole on a terminal of 80 columns.
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    numbers = ("run", "wait", "load", "held", "KV", "steps/s")
     for name in ("worker", "role", "state"):
-        found.add_column(name)
+        found.add_column(name, overflow="fold")
     for name in numbers:
-        found.add_column(name, justify="right")
-    found.add_column("links")
+        found.add_column(name, justify="right", no_wrap=True)
+    found.add_column("links (GB/s)", overflow="fold")
     steps = {worker.worker_id: worker.steps for worker in before.workers} if before is not None else {}
     for worker in status.workers:
         used = 1 - worker.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
         earlier = steps.get(worker.worker_id)
         pace = f"{(worker.steps - earlier) / seconds:.1f}" if earlier is not None and worker.steps >= earlier else ""
         links = ", ".join(
-            f"{link.prefill_worker} {link.gigabytes_per_second:.1f} GB/s" if link.linked else f"{link.prefill_worker} -"
+            f"{link.prefill_worker} {link.gigabytes_per_second:.1f}" if link.linked else f"{link.prefill_worker} -"
             for link in worker.links
         )
         found.add_row(

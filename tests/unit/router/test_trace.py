@@ -79,6 +79,8 @@ async def test_a_request_can_be_traced(make_cluster: Any) -> None:
             assert trace.outcome == "ok"
             assert [stage.name for stage in trace.stages][:3] == ["router queue", "prefill queue", "prefill"]
             assert trace.stages[2].worker == "prefill-0"
+            for name in ("chatcmpl-mine", "cmpl-mine"):  # as answers over HTTP call it
+                assert (await client.trace(name)).request_id == "mine"
             with pytest.raises(NotFound, match="kept_traces"):
                 await client.trace("nobody's")
 

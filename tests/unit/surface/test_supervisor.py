@@ -99,7 +99,8 @@ async def test_killed_child_is_reported_with_its_signal() -> None:
         os.kill(family.pids()[0], signal.SIGKILL)
         while not family.reports:
             await asyncio.sleep(0.05)
-    assert "was killed by SIGKILL" in family.reports[0]
+    assert "was killed by SIGKILL (" in family.reports[0]
+    assert "pid" not in family.reports[0]  # no last words: it had no time for any
 
 
 async def test_stubborn_child_and_its_children_are_killed_after_the_grace() -> None:
