@@ -112,7 +112,7 @@ class RouterSection(Section):
     )
     max_queued: int = Field(512, ge=0, description="requests admitted at once; more are answered RESOURCE_EXHAUSTED")
     max_queue_s: float = Field(
-        30.0, gt=0, description="requests that would wait longer than this, by estimate, are refused at once"
+        120.0, gt=0, description="requests that would wait longer than this, by estimate, are refused at once"
     )
     prefill_window: int = Field(
         2048, gt=0, description="prompt tokens per prefill worker sent ahead of their first token; the rest queues here"
