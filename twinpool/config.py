@@ -98,7 +98,7 @@ class RouterSection(Section):
         ge=0,
         le=65535,
         description="admin.v1 on 127.0.0.1, for holders of session.token; None opens none (`twinpool up`: takes 8101, "
-        "or a free port where grpc_port is 0), 0 picks a free one",
+        "or a free port where that is in use or grpc_port is 0), 0 picks a free one",
     )
     disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
     pace_weight: float = Field(
@@ -193,7 +193,7 @@ class ControllerSection(Section):
         ge=0,
         le=65535,
         description="gRPC for routers and `twinpool scale`; None takes 8200 (`twinpool up`: a free port where "
-        "router.grpc_port is 0), 0 picks a free one",
+        "that is in use or router.grpc_port is 0), 0 picks a free one",
     )
 
     @property

@@ -247,10 +247,13 @@ def _with_ports(config: Config, ports: PortPicker) -> Config:
         "grpc_port": ports.take(router.host, router.grpc_port, "router.grpc_port", f"{stop_or} (--grpc-port)"),
         "http_port": ports.take(router.host, router.http_port, "router.http_port", f"{stop_or} (--http-port)"),
     }
+    # Ports that nobody asked for stand in nobody's way: several deployments need but two flags each.
+    take = ports.prefer if router.admin_port is None else ports.take
     admin = 0 if router.admin_port is None and router.grpc_port == 0 else router.known_admin_port
-    picked["admin_port"] = ports.take("127.0.0.1", admin, "router.admin_port", f"{stop_or} (--set router.admin_port=0)")
+    picked["admin_port"] = take("127.0.0.1", admin, "router.admin_port", f"{stop_or} (--set router.admin_port=0)")
+    take = ports.prefer if controller.port is None else ports.take
     wanted = 0 if controller.port is None and router.grpc_port == 0 else controller.known_port
-    port = ports.take(controller.host, wanted, "controller.port", f"{stop_or} (--controller-port)")
+    port = take(controller.host, wanted, "controller.port", f"{stop_or} (--controller-port)")
     updates = {
         "router": router.model_copy(update={**picked, "discovery": "controller"}),
         "controller": controller.model_copy(update={"port": port}),

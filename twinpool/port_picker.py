@@ -36,6 +36,17 @@ class PortPicker:
         picked: int = listener.getsockname()[1]
         return picked
 
+    def prefer(self, host: str, port: int, key: str, remedy: str) -> int:
+        """Like ``take``, but any free port will do where ``port`` is in use.
+
+        Raises:
+            ConfigError: the host is not an address of this machine.
+        """
+        try:
+            return self.take(host, port, key, remedy)
+        except ConfigError:
+            return self.take(host, 0, key, remedy)
+
     def close(self) -> None:
         """Frees all ports."""
         for listener in self._sockets:

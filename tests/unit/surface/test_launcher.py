@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from twinpool.config_loader import load
 from twinpool.errors import ConfigError
 from twinpool.launcher import Plan, prepare
+from twinpool.port_picker import PortPicker
 from twinpool.progress import Progress
 
 
@@ -73,6 +75,23 @@ def test_ports_are_free_again_when_the_processes_start(folder: Path) -> None:
         host, port = spec.address.rsplit(":", 1)
         with socket.socket() as listener:
             listener.bind((host, int(port)))
+
+
+def test_ports_that_nobody_asked_for_give_way(folder: Path) -> None:
+    with contextlib.closing(PortPicker()) as others:
+        free = str(others.take("127.0.0.1", 0, "", ""))
+        others.prefer("127.0.0.1", 8101, "", "")  # taken now, by this or another program
+        others.prefer("127.0.0.1", 8200, "", "")
+        with pytest.raises(ConfigError, match=r"router.grpc_port\) cannot be used"):
+            plan(folder, router__grpc_port=free)
+        with pytest.raises(ConfigError, match=r"controller.port\) cannot be used"):
+            plan(folder, controller__port=free)
+    with contextlib.closing(PortPicker()) as others:
+        others.prefer("127.0.0.1", 8101, "", "")
+        others.prefer("127.0.0.1", 8200, "", "")
+        found = plan(folder, router__grpc_port=free).config
+    assert found.router.known_admin_port != 8101
+    assert found.controller.known_port != 8200
 
 
 def test_pools_that_cannot_serve_are_refused(folder: Path) -> None:
