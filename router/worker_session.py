@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import random
 import time
 from collections import OrderedDict
@@ -36,6 +37,8 @@ from twinpool.router.messages import Failure, Output, Peer, Report, Submission, 
 from twinpool.router.prefix_index import PrefixIndex
 from twinpool.router.worker_view import WorkerView
 from twinpool.rpc import PROTOCOL_VERSION, Dialer, Outbox
+
+log = logging.getLogger(__name__)
 
 State = Literal["connecting", "alive", "suspect", "dead", "refused"]
 
@@ -183,6 +186,7 @@ class WorkerSession:
     async def run(self) -> None:
         """Keeps the session open until cancelled, or until it ends and its address is not listed any more."""
         pause_s = _MIN_PAUSE_S
+        told = ""
         while self.listed:
             started = time.monotonic()
             try:
@@ -195,6 +199,9 @@ class WorkerSession:
                     await self._converse(opened)
             except ConfigError as error:  # TLS files that are gone; they may come back
                 self.error = error.message
+            if self.state == "refused" and self.error != told:  # once, not at every try
+                log.warning("no session with a worker: %s", self.error)
+            told = self.error
             if time.monotonic() - started > _MAX_PAUSE_S:
                 pause_s = _MIN_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
