@@ -13,10 +13,11 @@
 #include "multiply.h"
 #include "threads.h"
 
-constexpr int64_t DECODE_ROWS = 16;    // a request with more rows per KV head is a PrefillTask
-constexpr int64_t DECODE_TILE = 256;   // keys
-constexpr int64_t PREFILL_TILE = 64;   // keys; a multiple of 2 · W
-constexpr int64_t PREFILL_ROWS = 192;  // of a PrefillTask, at least one query
+constexpr int64_t DECODE_ROWS = 16;        // a request with more rows per KV head is a PrefillTask
+constexpr int64_t DECODE_TILE = 256;       // keys
+constexpr int64_t PREFILL_TILE = 256;      // keys, at most; a multiple of 2 · W
+constexpr int64_t PREFILL_VALUES = 16384;  // of a tile's keys, so that they stay in the level-2 cache
+constexpr int64_t PREFILL_ROWS = 192;      // of a PrefillTask, at least one query
 
 INLINE int64_t padded(int64_t dim) { return (dim + 2 * W - 1) / (2 * W) * 2 * W; }
 
@@ -64,7 +65,8 @@ struct Layer {
             }
         for (int64_t i = 0; i < std::min(low, count); i++) scores[i] = -INFINITY;
         for (int64_t i = std::max<int64_t>(high, 0); i < (count + W - 1) / W * W; i++) scores[i] = -INFINITY;
-        float factor = soft_cap ? 1.0f : scale;  // what scores are still to be multiplied by, a positive number
+        // What scores are still to be multiplied by, a positive number. Weights are powers of two: e^x = 2^(x · log2 e).
+        float factor = 1.44269504088896341f * (soft_cap ? 1.0f : scale);
         vf maxima = splat(-INFINITY);
         for (int64_t i = 0; i < count; i += W) maxima = max(maxima, load(scores + i));
         float now = std::max(most, largest(maxima) * factor);
@@ -74,11 +76,11 @@ struct Layer {
         }
         vf sum_of = {};
         for (int64_t i = 0; i < count; i += W) {
-            vf p = exponential(load(scores + i) * factor - now);
+            vf p = power_of_two(load(scores + i) * factor - now);
             store(scores + i, p);
             sum_of += p;
         }
-        float shrink = most == now ? 1.0f : exponential(splat(most - now))[0];
+        float shrink = most == now ? 1.0f : power_of_two(splat(most - now))[0];
         most = now, total = total * shrink + sum(sum_of);
         return shrink;
     }
@@ -111,17 +113,20 @@ struct DecodeTask {
                     store(q + i * width + d, x), store(q + i * width + d + W, y);
                 }
             }
-        // Whole blocks where they fit. A block's heads are read one after the other, as they lie in memory.
-        int64_t tile = b.block_size > DECODE_TILE ? DECODE_TILE : DECODE_TILE / b.block_size * b.block_size;
-        for (int64_t start = layer.first_key(position) / b.block_size * b.block_size; start < length; start += tile) {
-            int64_t end = std::min(start + tile, length);
+        // Whole blocks where they fit. A block's heads are read one after the other, as they lie in memory; while one run of
+        // keys or values is worked on, the next one is fetched: hardware does not look beyond a run.
+        int64_t size = b.block_size, tile = size > DECODE_TILE ? DECODE_TILE : DECODE_TILE / size * size;
+        for (int64_t start = layer.first_key(position) / size * size; start < length; start += tile) {
+            int64_t end = std::min(start + tile, length), after = std::min(end, length - 1) / size;
+            const T* values = layer.block(request, start / size, 0) + layer.to_values();
             each_block(start, end, [&](int64_t index, int64_t slot, int64_t stop) {
+                const T* at = layer.block(request, index, 0);
+                const T* next = (index + 1) * size < end ? layer.block(request, index + 1, 0) : values;
                 each_panel(rows, [&](auto n, int64_t g, int64_t row) {
                     constexpr int R = decltype(n)::value;
                     int64_t i = (g - kv_start) * rows + row;
-                    int64_t ahead = std::min(index + 1, (length - 1) / b.block_size);
-                    dots<R>(layer.block(request, index, g), layer.block(request, ahead, g), slot, stop, q + i * width, width,
-                            scores + i * DECODE_TILE + index * b.block_size + slot - start);
+                    dots<R>(at + g * size * b.dim, next - at, slot, stop, q + i * width, width,
+                            scores + i * DECODE_TILE + index * size + slot - start);
                 });
             });
             for (int64_t i = 0; i < all; i++) {
@@ -131,11 +136,14 @@ struct DecodeTask {
                     for (int64_t d = 0; d < width; d += W) store(o + i * width + d, load(o + i * width + d) * shrink);
             }
             each_block(start, end, [&](int64_t index, int64_t slot, int64_t stop) {
+                const T* at = layer.block(request, index, 0) + layer.to_values();
+                const T* next = (index + 1) * size < end ? layer.block(request, index + 1, 0) + layer.to_values()
+                                                         : layer.block(request, after, 0);
                 each_panel(rows, [&](auto n, int64_t g, int64_t row) {
                     constexpr int R = decltype(n)::value;
                     int64_t i = (g - kv_start) * rows + row;
-                    mix<R>(layer.block(request, index, g) + layer.to_values(), slot, stop,
-                           scores + i * DECODE_TILE + index * b.block_size - start, o + i * width, width);
+                    mix<R>(at + g * size * b.dim, next - at, slot, stop, scores + i * DECODE_TILE + index * size - start,
+                           o + i * width, width);
                 });
             });
         }
@@ -173,38 +181,34 @@ struct DecodeTask {
 
     // Scores of R rows, DECODE_TILE apart, for slots [slot, stop) of a block's keys of one head.
     template <int R>
-    INLINE void dots(const T* keys, const T* ahead, int64_t slot, int64_t stop, const float* q, int64_t width, float* scores) const {
+    INLINE void dots(const T* keys, int64_t ahead, int64_t slot, int64_t stop, const float* q, int64_t width, float* scores) const {
         constexpr int SLOTS = R == 1 ? 8 : 4;
         int64_t dim = layer.batch.dim;
         if (dim % (2 * W) == 0)
-            for (; slot + SLOTS <= stop; slot += SLOTS, scores += SLOTS) {
-                for (int64_t i = slot * dim; i < (slot + SLOTS) * dim; i += 64 / (int64_t)sizeof(T)) {
-                    __builtin_prefetch(ahead + i);
-                    __builtin_prefetch(ahead + layer.to_values() + i, 0, 2);
-                }
-                dot<R, SLOTS, false>(keys + slot * dim, q, width, scores);
-            }
+            for (; slot + SLOTS <= stop; slot += SLOTS, scores += SLOTS)
+                dot<R, SLOTS, false>(keys + slot * dim, ahead, dim, q, width, scores);
         else
-            for (; slot + 4 <= stop; slot += 4, scores += 4) dot<R, 4, true>(keys + slot * dim, q, width, scores);
-        for (; slot < stop; slot++, scores++) dot<R, 1, true>(keys + slot * dim, q, width, scores);
+            for (; slot + 4 <= stop; slot += 4, scores += 4) dot<R, 4, true>(keys + slot * dim, ahead, dim, q, width, scores);
+        for (; slot < stop; slot++, scores++) dot<R, 1, true>(keys + slot * dim, ahead, dim, q, width, scores);
     }
 
     // TAIL: the head's size may not be a multiple of 2 · W.
     template <int R, int SLOTS, bool TAIL>
-    INLINE void dot(const T* keys, const float* q, int64_t width, float* scores) const {
-        int64_t dim = layer.batch.dim, d = 0;
+    INLINE static void dot(const T* keys, int64_t ahead, int64_t dim, const float* q, int64_t width, float* scores) {
+        fetch(keys + ahead, SLOTS * dim);
         vf acc[R][SLOTS];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < SLOTS; s++) acc[r][s] = vf{};
-        for (; d + 2 * W <= dim; d += 2 * W) {
-            UNROLL for (int s = 0; s < SLOTS; s++) {
-                vf k0, k1;
-                load_pair(keys + s * dim + d, k0, k1);
-                UNROLL for (int r = 0; r < R; r++) {
-                    acc[r][s] += k0 * load(q + r * width + d);
-                    acc[r][s] += k1 * load(q + r * width + d + W);
+        int64_t d = 0, whole = dim / (2 * W) * (2 * W);
+        each_half([&](auto half) {
+            for (d = 0; d < whole; d += 2 * W) {
+                vf x[R];
+                UNROLL for (int r = 0; r < R; r++) x[r] = load(q + r * width + d + half * W);
+                UNROLL for (int s = 0; s < SLOTS; s++) {
+                    vf k = load_half<half>(keys + s * dim + d);
+                    UNROLL for (int r = 0; r < R; r++) acc[r][s] += k * x[r];
                 }
             }
-        }
+        });
         if (TAIL && d < dim)
             UNROLL for (int s = 0; s < SLOTS; s++) {
                 vf k0, k1;
@@ -224,35 +228,51 @@ struct DecodeTask {
 
     // Adds the values of slots [slot, stop), weighted by ``p``, whose rows are DECODE_TILE apart, to R rows of ``o``.
     template <int R>
-    INLINE void mix(const T* values, int64_t slot, int64_t stop, const float* p, float* o, int64_t width) const {
-        constexpr int CHUNKS = R == 1 ? 4 : 2;
+    INLINE void mix(const T* values, int64_t ahead, int64_t slot, int64_t stop, const float* p, float* o, int64_t width) const {
+        constexpr int PAIRS = 4;
         int64_t dim = layer.batch.dim, d = 0;
-        for (; d + CHUNKS * 2 * W <= dim; d += CHUNKS * 2 * W) mix_at<R, CHUNKS>(values + d, slot, stop, p, o + d, width, dim);
-        for (; d < dim; d += 2 * W) mix_at<R, 1>(values + d, slot, stop, p, o + d, width, dim - d);
-    }
-
-    template <int R, int CHUNKS>
-    INLINE void mix_at(const T* values, int64_t slot, int64_t stop, const float* p, float* o, int64_t width,
-                       int64_t left) const {
-        int64_t dim = layer.batch.dim;
-        vf acc[R][2 * CHUNKS];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int c = 0; c < 2 * CHUNKS; c++) acc[r][c] = load(o + r * width + c * W);
-        for (; slot < stop; slot++)
-            UNROLL for (int c = 0; c < CHUNKS; c++) {
+        for (; d + PAIRS * 2 * W <= dim; d += PAIRS * 2 * W)
+            each_half([&](auto half) {
+                vf acc[R][PAIRS];
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int c = 0; c < PAIRS; c++) acc[r][c] = load(o + r * width + d + (2 * c + half) * W);
+                for (int64_t i = slot; i < stop; i++) {
+                    const T* from = values + i * dim + d;
+                    if (!half) fetch(from + ahead, PAIRS * 2 * W);
+                    vf weight[R];
+                    UNROLL for (int r = 0; r < R; r++) weight[r] = splat(p[r * DECODE_TILE + i]);
+                    UNROLL for (int c = 0; c < PAIRS; c++) {
+                        vf v = load_half<half>(from + c * 2 * W);
+                        UNROLL for (int r = 0; r < R; r++) acc[r][c] += weight[r] * v;
+                    }
+                }
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int c = 0; c < PAIRS; c++) store(o + r * width + d + (2 * c + half) * W, acc[r][c]);
+            });
+        for (; d < dim; d += 2 * W) {
+            vf acc[R][2];
+            UNROLL for (int r = 0; r < R; r++) acc[r][0] = load(o + r * width + d), acc[r][1] = load(o + r * width + d + W);
+            for (int64_t i = slot; i < stop; i++) {
                 vf v0, v1;
-                if (CHUNKS > 1)
-                    load_pair(values + slot * dim + c * 2 * W, v0, v1);
-                else
-                    load_pair(values + slot * dim, left, v0, v1);
+                load_pair(values + i * dim + d, dim - d, v0, v1);
                 UNROLL for (int r = 0; r < R; r++) {
-                    vf weight = splat(p[r * DECODE_TILE + slot]);
-                    acc[r][2 * c] += weight * v0;
-                    acc[r][2 * c + 1] += weight * v1;
+                    vf weight = splat(p[r * DECODE_TILE + i]);
+                    acc[r][0] += weight * v0, acc[r][1] += weight * v1;
                 }
             }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int c = 0; c < 2 * CHUNKS; c++) store(o + r * width + c * W, acc[r][c]);
+            UNROLL for (int r = 0; r < R; r++) store(o + r * width + d, acc[r][0]), store(o + r * width + d + W, acc[r][1]);
+        }
+    }
+
+    INLINE static void fetch(const T* p, int64_t count) {
+        UNROLL for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i);
+    }
+
+    // Calls f(std::integral_constant<int, half>): both vectors of a pair at a time would not fit the registers.
+    template <class F>
+    INLINE static void each_half(F f) {
+        f(std::integral_constant<int, 0>{});
+        f(std::integral_constant<int, 1>{});
     }
 };
 
@@ -277,8 +297,9 @@ struct PrefillTask {
             for (int64_t d = 0; d < b.dim; d += W) store(q + row * width + d, load(from + d, b.dim - d), b.dim - d);
         }
         int64_t panels = (rows + MAX_ROWS - 1) / MAX_ROWS;
-        for (int64_t start = layer.first_key(position) / W * W; start < end; start += PREFILL_TILE) {
-            int64_t count = std::min(PREFILL_TILE, end - start);
+        int64_t tile = std::min(PREFILL_TILE, std::max<int64_t>(PREFILL_VALUES / width / (2 * W), 1) * 2 * W);
+        for (int64_t start = layer.first_key(position) / W * W; start < end; start += tile) {
+            int64_t count = std::min(tile, end - start);
             widen(start, count, keys, values, width);
             for (int64_t panel = 0; panel < panels; panel++) {
                 int64_t row = rows * panel / panels, next = rows * (panel + 1) / panels;
@@ -289,7 +310,7 @@ struct PrefillTask {
                     constexpr int R = decltype(n)::value;
                     vf c[R][2];
                     for (int64_t key = 0; key < seen; key += 2 * W) {
-                        multiply<R>(q + row * width, width, Plain{keys + key, PREFILL_TILE}, b.dim, c);
+                        multiply<R>(q + row * width, width, Plain{keys + key * b.dim, 2 * W}, b.dim, c);
                         UNROLL for (int r = 0; r < R; r++) store_pair(scores + r * PREFILL_TILE + key, c[r][0], c[r][1]);
                     }
                     float shrink[R];
@@ -314,11 +335,12 @@ struct PrefillTask {
     }
 
    private:
-    // Keys [start, start + count) as float32: ``keys`` [dim, PREFILL_TILE], ``values`` [PREFILL_TILE, width]. What lies
-    // beyond reads as zero.
+    // Keys [start, start + count) as float32: ``keys`` [PREFILL_TILE / 2W, dim, 2W], ``values`` [PREFILL_TILE, width]. What
+    // lies beyond reads as zero.
     void widen(int64_t start, int64_t count, float* keys, float* values, int64_t width) const {
         int64_t dim = layer.batch.dim, size = layer.batch.block_size;
         for (int64_t key = 0; key < count; key += W) {
+            float* column = keys + key / (2 * W) * (2 * W) * dim + key % (2 * W);
             const T* from[W];
             for (int i = 0; i < W; i++) {
                 int64_t at = start + key + i;
@@ -330,7 +352,7 @@ struct PrefillTask {
                     vf lines[W];
                     UNROLL for (int i = 0; i < W; i++) lines[i] = load(from[i] + d);
                     transpose(lines);
-                    UNROLL for (int i = 0; i < W; i++) store(keys + (d + i) * PREFILL_TILE + key, lines[i]);
+                    UNROLL for (int i = 0; i < W; i++) store(column + (d + i) * 2 * W, lines[i]);
                     UNROLL for (int i = 0; i < W; i++)
                         store(values + (key + i) * width + d, load(from[i] + layer.to_values() + d));
                 }
@@ -338,7 +360,7 @@ struct PrefillTask {
                 vf lines[W];
                 for (int i = 0; i < W; i++) lines[i] = from[i] ? load(from[i] + d, dim - d) : vf{};
                 transpose(lines);
-                for (int i = 0; i < W && d + i < dim; i++) store(keys + (d + i) * PREFILL_TILE + key, lines[i]);
+                for (int i = 0; i < W && d + i < dim; i++) store(column + (d + i) * 2 * W, lines[i]);
                 for (int i = 0; i < W; i++) {
                     vf line = from[i] ? load(from[i] + layer.to_values() + d, dim - d) : vf{};
                     store(values + (key + i) * width + d, line);
@@ -347,7 +369,7 @@ struct PrefillTask {
         }
         // A panel's columns come in pairs of vectors: the second one of the last pair must be finite.
         for (int64_t key = (count + W - 1) / W * W; key < (count + 2 * W - 1) / (2 * W) * 2 * W; key += W)
-            for (int64_t d = 0; d < dim; d++) store(keys + d * PREFILL_TILE + key, vf{});
+            for (int64_t d = 0; d < dim; d++) store(keys + (key - W) * dim + d * 2 * W + W, vf{});
     }
 };
 

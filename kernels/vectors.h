@@ -101,6 +101,14 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
     vu both = *(const vu_any*)p;
     a = (vf)(both << 16), b = (vf)(both & HIGH);
 }
+// The first or the second vector of such a pair.
+template <int HALF>
+INLINE vf load_half(const float* p) { return load(p + HALF * W); }
+template <int HALF>
+INLINE vf load_half(const bf16* p) {
+    vu both = *(const vu_any*)p;
+    return (vf)(HALF ? both & HIGH : both << 16);
+}
 INLINE void store_pair(float* p, vf a, vf b) { store(p, a), store(p + W, b); }
 INLINE void store_pair(bf16* p, vf a, vf b) {
     *(vu_any*)p = (round_high(a) >> 16) | (round_high(b) & HIGH);
@@ -225,4 +233,20 @@ INLINE vf exponential(vf x) {
     p = p * r * r + r + 1.0f;
     p *= (vf)exponent;
     return x < -87.0f ? vf{} : p;
+}
+
+// 2^x for x <= 0, within 2 units in the last place; 0 from -126 down. The polynomial is that of Cephes' exp2f (Moshier,
+// 1992).
+INLINE vf power_of_two(vf x) {
+    vf bounded = max(splat(-126.0f), x);  // NaN passes
+    vf shifted = bounded + 12582912.0f;  // adding 1.5 · 2^23 rounds to an integer
+    vf r = bounded - (shifted - 12582912.0f);
+    vf p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+    return bounded <= -126.0f ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
 }
