@@ -146,7 +146,7 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Batch(ctypes.Structure):
-    """``Batch`` of attention.h."""
+    """``Batch`` of attention_layer.h."""
 
     _fields_ = [
         ("tables", ctypes.c_void_p),

@@ -1,0 +1,73 @@
+// What all attention tasks share: the batch, a layer's tensors, and the online softmax of Milakov and Gimelshein (2018).
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+INLINE int64_t padded(int64_t dim) { return (dim + 2 * W - 1) / (2 * W) * 2 * W; }
+
+// A step's requests; offsets in values. Filled by native.py, in this order.
+struct Batch {
+    const int64_t* tables;  // [requests, table_width]: block ids
+    const int64_t* starts;  // [requests + 1]: first row of each request in the flat batch
+    const int64_t* lengths; // [requests]
+    int64_t requests, table_width;
+    int64_t heads, kv_heads, dim, block_size, block_stride;
+};
+
+// What a layer adds. ``keys`` points at the layer's K in block 0; V lies kv_heads · block_size · dim behind it.
+template <class T>
+struct Layer {
+    const Batch& batch;
+    const T* query;        // [tokens, heads, dim], tokens query_stride apart
+    int64_t query_stride;
+    const T* keys;
+    T* output;             // [tokens, heads, dim]
+    float scale;
+    int64_t window;        // 0: none
+    float soft_cap;        // 0: none
+
+    int64_t group() const { return batch.heads / batch.kv_heads; }
+    const T* block(int64_t request, int64_t index, int64_t kv_head) const {
+        return keys + batch.tables[request * batch.table_width + index] * batch.block_stride +
+               kv_head * batch.block_size * batch.dim;
+    }
+    int64_t to_values() const { return batch.kv_heads * batch.block_size * batch.dim; }
+    // The first key that a query at ``position`` sees.
+    int64_t first_key(int64_t position) const {
+        return window && position >= window ? position - window + 1 : 0;
+    }
+
+    // Turns ``scores`` of keys [first, first + count) into weights of a row at ``position``; those it does not see get
+    // 0. ``count`` is rounded up to W. Updates maximum and sum; returns what the row's output so far is scaled by.
+    INLINE float weigh(float* scores, int64_t first, int64_t count, int64_t position, float& most, float& total) const {
+        int64_t low = std::max<int64_t>(first_key(position) - first, 0), high = std::min(position + 1 - first, count);
+        if (soft_cap)
+            for (int64_t i = 0; i < count; i += W) {
+                // tanh x = 1 - 2 / (e^2x + 1)
+                vf e = exponential(load(scores + i) * (2.0f * scale / soft_cap));
+                store(scores + i, soft_cap - 2.0f * soft_cap / (e + 1.0f));
+            }
+        for (int64_t i = 0; i < std::min(low, count); i++) scores[i] = -INFINITY;
+        for (int64_t i = std::max<int64_t>(high, 0); i < (count + W - 1) / W * W; i++) scores[i] = -INFINITY;
+        // What scores are still to be multiplied by, a positive number. Weights are powers of two: e^x = 2^(x · log2 e).
+        float factor = 1.44269504088896341f * (soft_cap ? 1.0f : scale);
+        vf maxima = splat(-INFINITY);
+        for (int64_t i = 0; i < count; i += W) maxima = max(maxima, load(scores + i));
+        float now = std::max(most, largest(maxima) * factor);
+        if (now == -INFINITY) {
+            for (int64_t i = 0; i < count; i += W) store(scores + i, vf{});
+            return 1.0f;
+        }
+        vf sum_of = {};
+        for (int64_t i = 0; i < count; i += W) {
+            vf p = power_of_two(load(scores + i) * factor - now);
+            store(scores + i, p);
+            sum_of += p;
+        }
+        float shrink = most == now ? 1.0f : power_of_two(splat(most - now))[0];
+        most = now, total = total * shrink + sum(sum_of);
+        return shrink;
+    }
+};

@@ -1,0 +1,203 @@
+// Attention of few rows per KV head (decode, draft verification): dot products straight from the cache. See attention.h.
+#pragma once
+
+#include <type_traits>
+
+#include "attention_layer.h"
+#include "threads.h"
+
+constexpr int64_t DECODE_ROWS = 16;   // a request with more rows per KV head is a PrefillTask
+constexpr int64_t DECODE_TILE = 256;  // keys
+
+// All queries of one request, KV heads [kv_start, kv_end).
+template <class T>
+struct DecodeTask {
+    const Layer<T>& layer;
+    int64_t request, kv_start, kv_end;
+
+    void run() const {
+        const Batch& b = layer.batch;
+        int64_t group = layer.group(), first_row = b.starts[request], queries = b.starts[request + 1] - first_row;
+        int64_t rows = queries * group, all = rows * (kv_end - kv_start), width = padded(b.dim);
+        int64_t length = b.lengths[request], position = length - queries;
+        float* q = scratch<DecodeTask>(2 * all * width + 2 * all + all * DECODE_TILE);
+        float *o = q + all * width, *scores = o + all * width, *most = scores + all * DECODE_TILE, *total = most + all;
+        std::fill(o, o + all * width, 0.0f);
+        std::fill(most, most + all, -INFINITY);
+        std::fill(total, total + all, 0.0f);
+        auto token = [&](int64_t row) { return first_row + row / group; };
+        auto head = [&](int64_t g, int64_t row) { return g * group + row % group; };
+        for (int64_t g = kv_start, i = 0; g < kv_end; g++)
+            for (int64_t row = 0; row < rows; row++, i++) {
+                const T* from = layer.query + token(row) * layer.query_stride + head(g, row) * b.dim;
+                for (int64_t d = 0; d < b.dim; d += 2 * W) {
+                    vf x, y;
+                    load_pair(from + d, b.dim - d, x, y);
+                    store(q + i * width + d, x), store(q + i * width + d + W, y);
+                }
+            }
+        // Whole blocks where they fit. A block's heads are read one after the other, as they lie in memory; while one run of
+        // keys or values is worked on, the next one is fetched: hardware does not look beyond a run.
+        int64_t size = b.block_size, tile = size > DECODE_TILE ? DECODE_TILE : DECODE_TILE / size * size;
+        for (int64_t start = layer.first_key(position) / size * size; start < length; start += tile) {
+            int64_t end = std::min(start + tile, length), after = std::min(end, length - 1) / size;
+            const T* values = layer.block(request, start / size, 0) + layer.to_values();
+            each_block(start, end, [&](int64_t index, int64_t slot, int64_t stop) {
+                const T* at = layer.block(request, index, 0);
+                const T* next = (index + 1) * size < end ? layer.block(request, index + 1, 0) : values;
+                each_panel(rows, [&](auto n, int64_t g, int64_t row) {
+                    constexpr int R = decltype(n)::value;
+                    int64_t i = (g - kv_start) * rows + row;
+                    dots<R>(at + g * size * b.dim, next - at, slot, stop, q + i * width, width,
+                            scores + i * DECODE_TILE + index * size + slot - start);
+                });
+            });
+            for (int64_t i = 0; i < all; i++) {
+                float shrink = layer.weigh(scores + i * DECODE_TILE, start, end - start, position + i % rows / group,
+                                           most[i], total[i]);
+                if (shrink != 1.0f)
+                    for (int64_t d = 0; d < width; d += W) store(o + i * width + d, load(o + i * width + d) * shrink);
+            }
+            each_block(start, end, [&](int64_t index, int64_t slot, int64_t stop) {
+                const T* at = layer.block(request, index, 0) + layer.to_values();
+                const T* next = (index + 1) * size < end ? layer.block(request, index + 1, 0) + layer.to_values()
+                                                         : layer.block(request, after, 0);
+                each_panel(rows, [&](auto n, int64_t g, int64_t row) {
+                    constexpr int R = decltype(n)::value;
+                    int64_t i = (g - kv_start) * rows + row;
+                    mix<R>(at + g * size * b.dim, next - at, slot, stop, scores + i * DECODE_TILE + index * size - start,
+                           o + i * width, width);
+                });
+            });
+        }
+        for (int64_t g = kv_start, i = 0; g < kv_end; g++)
+            for (int64_t row = 0; row < rows; row++, i++) {
+                T* to = layer.output + (token(row) * b.heads + head(g, row)) * b.dim;
+                float share = 1.0f / total[i];
+                for (int64_t d = 0; d < b.dim; d += 2 * W)
+                    store_pair(to + d, b.dim - d, load(o + i * width + d) * share, load(o + i * width + d + W) * share);
+            }
+    }
+
+   private:
+    // Calls f(index of a block, first slot, end) for the blocks of keys [start, end).
+    template <class F>
+    INLINE void each_block(int64_t start, int64_t end, F f) const {
+        int64_t size = layer.batch.block_size;
+        for (int64_t key = start; key < end;) {
+            int64_t index = key / size, stop = std::min(size, end - index * size);
+            f(index, key % size, stop);
+            key = index * size + stop;
+        }
+    }
+
+    // Calls f(std::integral_constant<int, R>, KV head, first row) for up to three rows of a head at a time.
+    template <class F>
+    INLINE void each_panel(int64_t rows, F f) const {
+        for (int64_t g = kv_start; g < kv_end; g++) {
+            int64_t row = 0;
+            for (; row + 3 <= rows; row += 3) f(std::integral_constant<int, 3>{}, g, row);
+            if (rows - row == 2) f(std::integral_constant<int, 2>{}, g, row);
+            if (rows - row == 1) f(std::integral_constant<int, 1>{}, g, row);
+        }
+    }
+
+    // Scores of R rows, DECODE_TILE apart, for slots [slot, stop) of a block's keys of one head.
+    template <int R>
+    INLINE void dots(const T* keys, int64_t ahead, int64_t slot, int64_t stop, const float* q, int64_t width,
+                     float* scores) const {
+        constexpr int SLOTS = R == 1 ? 8 : 4;
+        int64_t dim = layer.batch.dim;
+        if (dim % (2 * W) == 0)
+            for (; slot + SLOTS <= stop; slot += SLOTS, scores += SLOTS)
+                dot<R, SLOTS, false>(keys + slot * dim, ahead, dim, q, width, scores);
+        else
+            for (; slot + 4 <= stop; slot += 4, scores += 4)
+                dot<R, 4, true>(keys + slot * dim, ahead, dim, q, width, scores);
+        for (; slot < stop; slot++, scores++) dot<R, 1, true>(keys + slot * dim, ahead, dim, q, width, scores);
+    }
+
+    // TAIL: the head's size may not be a multiple of 2 · W.
+    template <int R, int SLOTS, bool TAIL>
+    INLINE static void dot(const T* keys, int64_t ahead, int64_t dim, const float* q, int64_t width, float* scores) {
+        fetch(keys + ahead, SLOTS * dim);
+        vf acc[R][SLOTS];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < SLOTS; s++) acc[r][s] = vf{};
+        int64_t d = 0, whole = dim / (2 * W) * (2 * W);
+        each_half([&](auto half) {
+            for (d = 0; d < whole; d += 2 * W) {
+                vf x[R];
+                UNROLL for (int r = 0; r < R; r++) x[r] = load(q + r * width + d + half * W);
+                UNROLL for (int s = 0; s < SLOTS; s++) {
+                    vf k = load_half<half>(keys + s * dim + d);
+                    UNROLL for (int r = 0; r < R; r++) acc[r][s] += k * x[r];
+                }
+            }
+        });
+        if (TAIL && d < dim)
+            UNROLL for (int s = 0; s < SLOTS; s++) {
+                vf k0, k1;
+                load_pair(keys + s * dim + d, dim - d, k0, k1);
+                UNROLL for (int r = 0; r < R; r++)
+                    acc[r][s] += k0 * load(q + r * width + d) + k1 * load(q + r * width + d + W);
+            }
+        UNROLL for (int r = 0; r < R; r++) {
+            if constexpr (SLOTS == 1)
+                scores[r * DECODE_TILE] = sum(acc[r][0]);
+            else
+                UNROLL for (int s = 0; s < SLOTS; s += 4)
+                    *(v4_any*)(scores + r * DECODE_TILE + s) =
+                        sums(acc[r][s], acc[r][s + 1], acc[r][s + 2], acc[r][s + 3]);
+        }
+    }
+
+    // Adds the values of slots [slot, stop), weighted by ``p``, whose rows are DECODE_TILE apart, to R rows of ``o``.
+    template <int R>
+    INLINE void mix(const T* values, int64_t ahead, int64_t slot, int64_t stop, const float* p, float* o,
+                    int64_t width) const {
+        constexpr int PAIRS = 4;
+        int64_t dim = layer.batch.dim, d = 0;
+        for (; d + PAIRS * 2 * W <= dim; d += PAIRS * 2 * W)
+            each_half([&](auto half) {
+                vf acc[R][PAIRS];
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int c = 0; c < PAIRS; c++) acc[r][c] = load(o + r * width + d + (2 * c + half) * W);
+                for (int64_t i = slot; i < stop; i++) {
+                    const T* from = values + i * dim + d;
+                    if (!half) fetch(from + ahead, PAIRS * 2 * W);
+                    vf weight[R];
+                    UNROLL for (int r = 0; r < R; r++) weight[r] = splat(p[r * DECODE_TILE + i]);
+                    UNROLL for (int c = 0; c < PAIRS; c++) {
+                        vf v = load_half<half>(from + c * 2 * W);
+                        UNROLL for (int r = 0; r < R; r++) acc[r][c] += weight[r] * v;
+                    }
+                }
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int c = 0; c < PAIRS; c++) store(o + r * width + d + (2 * c + half) * W, acc[r][c]);
+            });
+        for (; d < dim; d += 2 * W) {
+            vf acc[R][2];
+            UNROLL for (int r = 0; r < R; r++) acc[r][0] = load(o + r * width + d), acc[r][1] = load(o + r * width + d + W);
+            for (int64_t i = slot; i < stop; i++) {
+                vf v0, v1;
+                load_pair(values + i * dim + d, dim - d, v0, v1);
+                UNROLL for (int r = 0; r < R; r++) {
+                    vf weight = splat(p[r * DECODE_TILE + i]);
+                    acc[r][0] += weight * v0, acc[r][1] += weight * v1;
+                }
+            }
+            UNROLL for (int r = 0; r < R; r++) store(o + r * width + d, acc[r][0]), store(o + r * width + d + W, acc[r][1]);
+        }
+    }
+
+    INLINE static void fetch(const T* p, int64_t count) {
+        UNROLL for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i);
+    }
+
+    // Calls f(std::integral_constant<int, half>): both vectors of a pair at a time would not fit the registers.
+    template <class F>
+    INLINE static void each_half(F f) {
+        f(std::integral_constant<int, 0>{});
+        f(std::integral_constant<int, 1>{});
+    }
+};
