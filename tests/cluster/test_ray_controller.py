@@ -87,6 +87,7 @@ async def until(client: AsyncClient, condition: Callable[[Status], bool]) -> Non
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_replaced_adopted_and_undisturbed_by_the_end_of_head_and_controller(deployment: Any) -> None:
     ray_cluster, addresses, launcher = deployment
     assert counts(ray_cluster) == {"prefill": 1, "decode": 1}

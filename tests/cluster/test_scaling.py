@@ -24,7 +24,8 @@ async def deployment(
 ) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
     """What ``twinpool up --json`` says, and its process; it has drawn a token of its own."""
     monkeypatch.setenv("TWINPOOL_CACHE", str(tmp_path / "cache"))
-    async with up(tiny_llama, tmp_path, {}) as started:
+    # A cache of its own would have the kernels compiled again.
+    async with up(tiny_llama, tmp_path, {"model.kernels": "reference"}) as started:
         yield started
 
 

@@ -19,29 +19,40 @@ async def metrics(cluster: Cluster) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
+async def busy(cluster: Cluster, role: str) -> str:
+    """The worker of a pool that has the most requests, once one has some: which one that is, the router decides."""
+    status = await cluster.until(lambda status: any(w.role == role and w.running for w in status.workers))
+    pool = [worker for worker in status.workers if worker.role == role]
+    return max(pool, key=lambda worker: worker.running).worker_id
+
+
 async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -> None:
     async with farm.client() as client:
         wanted = await all_kinds(client, 300)
+        killed: list[str] = []
 
         async def kill() -> None:
-            farm.kill("decode-0")
+            killed.append(await busy(farm, "decode"))
+            farm.kill(killed[0])
 
         got = await all_kinds(client, 300, after=60, then=kill)
         check_all_same(got, wanted)
         assert sum(answer.usage.redispatches for answer in got) > 0
-        assert {answer.decode_worker for answer in got if answer.usage.redispatches} == {"decode-1"}
+        (survivor,) = {"decode-0", "decode-1"} - set(killed)
+        assert {answer.decode_worker for answer in got if answer.usage.redispatches} == {survivor}
         await farm.all_free()
         found = await metrics(farm)
         assert found['twinpool_router_redispatches_total{reason="worker_lost"}'] > 0
-        assert found['twinpool_worker_up{role="decode",worker="decode-0"}'] == 0
-        decode = '{role="decode",worker="decode-1"}'
+        assert found[f'twinpool_worker_up{{role="decode",worker="{killed[0]}"}}'] == 0
+        decode = f'{{role="decode",worker="{survivor}"}}'
         assert found[f"twinpool_worker_transfer_bytes_total{decode}"] > 0
         assert found[f"twinpool_worker_transfer_seconds_total{decode}"] > 0
         assert found[f"twinpool_worker_quarantined_blocks{decode}"] == 0
-        assert found['twinpool_worker_transfers_total{outcome="confirmed",worker="decode-1"}'] >= len(got) / 2
+        confirmed = found[f'twinpool_worker_transfers_total{{outcome="confirmed",worker="{survivor}"}}']
+        assert confirmed >= sum(answer.usage.redispatches > 0 for answer in got)
         released = [value for name, value in found.items() if 'holds_total{outcome="released"' in name]
         assert len(released) == 2
-        assert sum(released) >= found['twinpool_worker_transfers_total{outcome="confirmed",worker="decode-1"}']
+        assert sum(released) >= confirmed
 
 
 async def test_prefill_worker_dies_while_it_computes_and_while_decode_reads(farm: Cluster) -> None:
@@ -51,8 +62,7 @@ async def test_prefill_worker_dies_while_it_computes_and_while_decode_reads(farm
     async with farm.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
         running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
-        await farm.until(lambda status: any(w.worker_id == "prefill-0" and w.running for w in status.workers))
-        farm.kill("prefill-0")
+        farm.kill(await busy(farm, "prefill"))
         got = await asyncio.gather(*running)
         for mine, theirs in zip(got, wanted, strict=True):
             check_same(mine, theirs)
