@@ -14,6 +14,7 @@ import ctypes
 import enum
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = (
@@ -130,6 +133,7 @@ def _compile(command: list[str], library: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return
+        log.info("compiling the CPU kernels, once for this machine: %s", library)
         with tempfile.TemporaryDirectory(prefix="compiling-", dir=library.parent) as folder:
             made = Path(folder) / library.name
             subprocess.run(

@@ -129,9 +129,12 @@ async def _demo(plan: Plan, question: str, max_tokens: int, verbose: bool, json:
         tls = client_tls(plan.config) or False
         return AsyncClient(started.grpc_address, token=plan.config.client.api_key, tls=tls, timeout=120)
 
-    log = _LogPrinter([spec.name for spec in plan.specs]) if verbose else _ignore
+    news = _News()
+    log = _LogPrinter([spec.name for spec in plan.specs]) if verbose else news
     _note(f"Starting {_pools(plan.config)}")
+    waiting = asyncio.create_task(news.show())
     async with deployment(plan, log, _note) as started:
+        waiting.cancel()
         _note(f"Ready after {started.ready_s:.1f} s")
         async with client(started) as asking:
             if not json:
@@ -193,8 +196,25 @@ class _LogPrinter:
         print(f"{prefix} {line}", file=sys.stderr, flush=True)
 
 
-def _ignore(name: str, line: str) -> None:
-    """The supervisor still quotes a child's last lines when it fails."""
+class _News:
+    """Takes the processes' lines and shows the newest one while a start takes long, for example at the first one."""
+
+    EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self._newest = ""
+
+    def __call__(self, name: str, line: str) -> None:
+        self._newest = f"{name}: {line.rstrip()}"
+
+    async def show(self) -> None:
+        """Goes on until cancelled."""
+        shown = ""
+        while True:
+            await asyncio.sleep(self.EVERY_S)
+            if self._newest != shown:
+                shown = self._newest
+                _note(f"Still starting; {shown}")
 
 
 def _note(text: str) -> None:
