@@ -180,10 +180,12 @@ def _cheaper(alone: _Score, pair: _Score | None, query: RouteQuery) -> Route:
         return _route(alone, query, reason, Cause.NO_PREFILL)
     best, other = (alone, pair) if alone.rank < pair.rank else (pair, alone)
     computes = best.prefill or best.decode
-    saved = f"saves {other.seconds - best.seconds:.3f} s" if best.tier == other.tier else "the other has no room"
+    saved = "the other has no room"
+    if best.tier == other.tier:
+        saved = f"saves {other.seconds - best.seconds:.3f} s, the waits of others and the answer's pace included"
     reason = (
         f"disaggregate: auto, {computes.info.worker_id} computes {to_compute(computes, query)} of {query.num_tokens} "
-        f"tokens: {saved} ({alone.first_s:.3f} s to flow from decode alone, {pair.first_s:.3f} s from "
+        f"tokens: {saved} (the answer flows after {alone.first_s:.3f} s from decode alone, {pair.first_s:.3f} s from "
         f"{pair.prefill.info.worker_id})"
     )
     return _route(best, query, reason, Cause.CHEAPER)
