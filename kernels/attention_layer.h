@@ -39,9 +39,14 @@ struct Layer {
         return window && position >= window ? position - window + 1 : 0;
     }
 
-    // Turns ``scores`` of keys [first, first + count) into weights of a row at ``position``; those it does not see get
-    // 0. ``count`` is rounded up to W. Updates maximum and sum; returns what the row's output so far is scaled by.
+    // What weights are kept as: they are a factor of products as the values are.
+    using Weight = std::conditional_t<PER_UNIT<T> == 2, bf16, float>;
+
+    // Turns ``scores`` of keys [first, first + count) into weights of a row at ``position``, in their place; those that it
+    // does not see get 0. ``count`` is rounded up to W. Updates maximum and sum; returns what the row's output so far is
+    // scaled by.
     INLINE float weigh(float* scores, int64_t first, int64_t count, int64_t position, float& most, float& total) const {
+        Weight* weights = (Weight*)scores;
         int64_t low = std::max<int64_t>(first_key(position) - first, 0), high = std::min(position + 1 - first, count);
         if (soft_cap)
             for (int64_t i = 0; i < count; i += W) {
@@ -57,16 +62,16 @@ struct Layer {
         for (int64_t i = 0; i < count; i += W) maxima = max(maxima, load(scores + i));
         float now = std::max(most, largest(maxima) * factor);
         if (now == -INFINITY) {
-            for (int64_t i = 0; i < count; i += W) store(scores + i, vf{});
+            for (int64_t i = 0; i < count; i += W) store(weights + i, vf{});
             return 1.0f;
         }
         vf sum_of = {};
         for (int64_t i = 0; i < count; i += W) {
-            vf p = power_of_two(load(scores + i) * factor - now);
-            store(scores + i, p);
+            vf p = power_of_two(load(scores + i) * factor - now, weights);
+            store(weights + i, p);
             sum_of += p;
         }
-        float shrink = most == now ? 1.0f : power_of_two(splat(most - now))[0];
+        float shrink = most == now ? 1.0f : power_of_two(splat(most - now), scores)[0];
         most = now, total = total * shrink + sum(sum_of);
         return shrink;
     }

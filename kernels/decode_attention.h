@@ -15,13 +15,19 @@ struct DecodeTask {
     const Layer<T>& layer;
     int64_t request, kv_start, kv_end;
 
+    using U = Unit<T>;
+    using Weight = typename Layer<T>::Weight;
+    // Vectors of units in a chunk of 2 · W values.
+    static constexpr int PARTS = 2 / PER_UNIT<T>;
+
     void run() const {
         const Batch& b = layer.batch;
         int64_t group = layer.group(), first_row = b.starts[request], queries = b.starts[request + 1] - first_row;
-        int64_t rows = queries * group, all = rows * (kv_end - kv_start), width = padded(b.dim);
+        int64_t rows = queries * group, all = rows * (kv_end - kv_start), width = padded(b.dim), units = width / PER_UNIT<T>;
         int64_t length = b.lengths[request], position = length - queries;
-        float* q = scratch<DecodeTask>(2 * all * width + 2 * all + all * DECODE_TILE);
-        float *o = q + all * width, *scores = o + all * width, *most = scores + all * DECODE_TILE, *total = most + all;
+        float* o = scratch<DecodeTask>(all * (width + units + 2 + DECODE_TILE));
+        float *scores = o + all * width, *most = scores + all * DECODE_TILE, *total = most + all;
+        U* q = (U*)(total + all);
         std::fill(o, o + all * width, 0.0f);
         std::fill(most, most + all, -INFINITY);
         std::fill(total, total + all, 0.0f);
@@ -31,9 +37,9 @@ struct DecodeTask {
             for (int64_t row = 0; row < rows; row++, i++) {
                 const T* from = layer.query + token(row) * layer.query_stride + head(g, row) * b.dim;
                 for (int64_t d = 0; d < b.dim; d += 2 * W) {
-                    vf x, y;
-                    load_pair(from + d, b.dim - d, x, y);
-                    store(q + i * width + d, x), store(q + i * width + d + W, y);
+                    Units<T> parts[PARTS];
+                    load_chunk(from + d, b.dim - d, parts);
+                    UNROLL for (int p = 0; p < PARTS; p++) store(q + i * units + d / PER_UNIT<T> + p * W, parts[p]);
                 }
             }
         // Whole blocks where they fit. A block's heads are read one after the other, as they lie in memory; while one run of
@@ -48,7 +54,7 @@ struct DecodeTask {
                 each_panel(rows, [&](auto n, int64_t g, int64_t row) {
                     constexpr int R = decltype(n)::value;
                     int64_t i = (g - kv_start) * rows + row;
-                    dots<R>(at + g * size * b.dim, next - at, slot, stop, q + i * width, width,
+                    dots<R>(at + g * size * b.dim, next - at, slot, stop, q + i * units, units,
                             scores + i * DECODE_TILE + index * size + slot - start);
                 });
             });
@@ -65,8 +71,8 @@ struct DecodeTask {
                 each_panel(rows, [&](auto n, int64_t g, int64_t row) {
                     constexpr int R = decltype(n)::value;
                     int64_t i = (g - kv_start) * rows + row;
-                    mix<R>(at + g * size * b.dim, next - at, slot, stop, scores + i * DECODE_TILE + index * size - start,
-                           o + i * width, width);
+                    const Weight* weights = (const Weight*)(scores + i * DECODE_TILE) + index * size - start;
+                    mix<R>(at + g * size * b.dim, next - at, slot, stop, weights, o + i * width, width);
                 });
             });
         }
@@ -104,42 +110,43 @@ struct DecodeTask {
 
     // Scores of R rows, DECODE_TILE apart, for slots [slot, stop) of a block's keys of one head.
     template <int R>
-    INLINE void dots(const T* keys, int64_t ahead, int64_t slot, int64_t stop, const float* q, int64_t width,
+    INLINE void dots(const T* keys, int64_t ahead, int64_t slot, int64_t stop, const U* q, int64_t units,
                      float* scores) const {
         constexpr int SLOTS = R == 1 ? 8 : 4;
         int64_t dim = layer.batch.dim;
         if (dim % (2 * W) == 0)
             for (; slot + SLOTS <= stop; slot += SLOTS, scores += SLOTS)
-                dot<R, SLOTS, false>(keys + slot * dim, ahead, dim, q, width, scores);
+                dot<R, SLOTS, false>(keys + slot * dim, ahead, dim, q, units, scores);
         else
             for (; slot + 4 <= stop; slot += 4, scores += 4)
-                dot<R, 4, true>(keys + slot * dim, ahead, dim, q, width, scores);
-        for (; slot < stop; slot++, scores++) dot<R, 1, true>(keys + slot * dim, ahead, dim, q, width, scores);
+                dot<R, 4, true>(keys + slot * dim, ahead, dim, q, units, scores);
+        for (; slot < stop; slot++, scores++) dot<R, 1, true>(keys + slot * dim, ahead, dim, q, units, scores);
     }
 
     // TAIL: the head's size may not be a multiple of 2 · W.
     template <int R, int SLOTS, bool TAIL>
-    INLINE static void dot(const T* keys, int64_t ahead, int64_t dim, const float* q, int64_t width, float* scores) {
+    INLINE static void dot(const T* keys, int64_t ahead, int64_t dim, const U* q, int64_t units, float* scores) {
         fetch(keys + ahead, SLOTS * dim);
         vf acc[R][SLOTS];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < SLOTS; s++) acc[r][s] = vf{};
         int64_t d = 0, whole = dim / (2 * W) * (2 * W);
-        each_half([&](auto half) {
+        each_part([&](auto part) {
             for (d = 0; d < whole; d += 2 * W) {
-                vf x[R];
-                UNROLL for (int r = 0; r < R; r++) x[r] = load(q + r * width + d + half * W);
+                Units<T> x[R];
+                UNROLL for (int r = 0; r < R; r++) x[r] = load(q + r * units + d / PER_UNIT<T> + part * W);
                 UNROLL for (int s = 0; s < SLOTS; s++) {
-                    vf k = load_half<half>(keys + s * dim + d);
-                    UNROLL for (int r = 0; r < R; r++) acc[r][s] += k * x[r];
+                    Units<T> k = load_part<part>(keys + s * dim + d);
+                    UNROLL for (int r = 0; r < R; r++) acc[r][s] = add_product(acc[r][s], k, x[r]);
                 }
             }
         });
         if (TAIL && d < dim)
             UNROLL for (int s = 0; s < SLOTS; s++) {
-                vf k0, k1;
-                load_pair(keys + s * dim + d, dim - d, k0, k1);
+                Units<T> k[PARTS];
+                load_chunk(keys + s * dim + d, dim - d, k);
                 UNROLL for (int r = 0; r < R; r++)
-                    acc[r][s] += k0 * load(q + r * width + d) + k1 * load(q + r * width + d + W);
+                    UNROLL for (int p = 0; p < PARTS; p++)
+                        acc[r][s] = add_product(acc[r][s], k[p], load(q + r * units + d / PER_UNIT<T> + p * W));
             }
         UNROLL for (int r = 0; r < R; r++) {
             if constexpr (SLOTS == 1)
@@ -151,33 +158,33 @@ struct DecodeTask {
         }
     }
 
-    // Adds the values of slots [slot, stop), weighted by ``p``, whose rows are DECODE_TILE apart, to R rows of ``o``.
+    // Adds the values of slots [slot, stop), weighted by ``p``, whose rows are DECODE_TILE floats apart, to R rows of ``o``.
     template <int R>
     INLINE void mix(const T* values, int64_t ahead, int64_t slot, int64_t stop, const float* p, float* o,
                     int64_t width) const {
-        constexpr int PAIRS = 4;
+        constexpr int CHUNKS = 4;
         int64_t dim = layer.batch.dim, d = 0;
-        for (; d + PAIRS * 2 * W <= dim; d += PAIRS * 2 * W)
-            each_half([&](auto half) {
-                vf acc[R][PAIRS];
+        for (; d + CHUNKS * 2 * W <= dim; d += CHUNKS * 2 * W)
+            each_part([&](auto half) {
+                vf acc[R][CHUNKS];
                 UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int c = 0; c < PAIRS; c++) acc[r][c] = load(o + r * width + d + (2 * c + half) * W);
+                    UNROLL for (int c = 0; c < CHUNKS; c++) acc[r][c] = load(o + r * width + d + (2 * c + half) * W);
                 for (int64_t i = slot; i < stop; i++) {
                     const T* from = values + i * dim + d;
-                    if (!half) fetch(from + ahead, PAIRS * 2 * W);
+                    if (!half) fetch(from + ahead, CHUNKS * 2 * W);
                     vf weight[R];
                     UNROLL for (int r = 0; r < R; r++) weight[r] = splat(p[r * DECODE_TILE + i]);
-                    UNROLL for (int c = 0; c < PAIRS; c++) {
+                    UNROLL for (int c = 0; c < CHUNKS; c++) {
                         vf v = load_half<half>(from + c * 2 * W);
                         UNROLL for (int r = 0; r < R; r++) acc[r][c] += weight[r] * v;
                     }
                 }
                 UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int c = 0; c < PAIRS; c++) store(o + r * width + d + (2 * c + half) * W, acc[r][c]);
+                    UNROLL for (int c = 0; c < CHUNKS; c++) store(o + r * width + d + (2 * c + half) * W, acc[r][c]);
             });
         for (; d < dim; d += 2 * W) {
             vf acc[R][2];
-            UNROLL for (int r = 0; r < R; r++) acc[r][0] = load(o + r * width + d), acc[r][1] = load(o + r * width + d + W);
+            load_rows<R>(o + d, width, acc);
             for (int64_t i = slot; i < stop; i++) {
                 vf v0, v1;
                 load_pair(values + i * dim + d, dim - d, v0, v1);
@@ -186,18 +193,82 @@ struct DecodeTask {
                     acc[r][0] += weight * v0, acc[r][1] += weight * v1;
                 }
             }
-            UNROLL for (int r = 0; r < R; r++) store(o + r * width + d, acc[r][0]), store(o + r * width + d + W, acc[r][1]);
+            store_rows<R>(o + d, width, acc);
         }
+    }
+
+    // The same with weights as bfloat16, two slots at a time.
+    template <int R>
+    INLINE void mix(const T* values, int64_t ahead, int64_t slot, int64_t stop, const bf16* p, float* o,
+                    int64_t width) const {
+        constexpr int CHUNKS = 2;
+        int64_t dim = layer.batch.dim, d = 0;
+        auto add = [&](int64_t i, auto count, auto& acc) {
+            constexpr int N = std::extent_v<std::remove_reference_t<decltype(acc[0])>> / 2;
+            Units<bf16> weight[R];
+            UNROLL for (int r = 0; r < R; r++) {
+                uint32_t both = 0;
+                memcpy(&both, p + r * 2 * DECODE_TILE + i, count * sizeof(bf16));
+                weight[r] = splat(both);
+            }
+            UNROLL for (int c = 0; c < N; c++) {
+                const T* from = values + i * dim + d + c * 2 * W;
+                int64_t left = N == 1 ? dim - d : 2 * W;
+                vu first = load_units(from, left), second = count == 2 ? load_units(from + dim, left) : vu{};
+                vu even = (first & ~HIGH) | second << 16, odd = first >> 16 | (second & HIGH);
+                UNROLL for (int r = 0; r < R; r++) {
+                    acc[r][2 * c] = add_product(acc[r][2 * c], weight[r], even);
+                    acc[r][2 * c + 1] = add_product(acc[r][2 * c + 1], weight[r], odd);
+                }
+            }
+        };
+        auto chunks = [&](auto n) {
+            vf acc[R][2 * n];
+            load_rows<R>(o + d, width, acc);
+            int64_t i = slot;
+            for (; i + 2 <= stop; i += 2) {
+                fetch(values + i * dim + d + ahead, n * 2 * W), fetch(values + (i + 1) * dim + d + ahead, n * 2 * W);
+                add(i, std::integral_constant<int, 2>{}, acc);
+            }
+            if (i < stop) add(i, std::integral_constant<int, 1>{}, acc);
+            store_rows<R>(o + d, width, acc);
+        };
+        for (; d + CHUNKS * 2 * W <= dim; d += CHUNKS * 2 * W) chunks(std::integral_constant<int, CHUNKS>{});
+        for (; d < dim; d += 2 * W) chunks(std::integral_constant<int, 1>{});
+    }
+
+    template <int R, int N>
+    INLINE static void load_rows(const float* from, int64_t width, vf (&rows)[R][N]) {
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < N; c++) rows[r][c] = load(from + r * width + c * W);
+    }
+    template <int R, int N>
+    INLINE static void store_rows(float* to, int64_t width, const vf (&rows)[R][N]) {
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < N; c++) store(to + r * width + c * W, rows[r][c]);
+    }
+
+    // 2 · W values, of which ``count`` are left, as vectors of units; one of them, where all are left.
+    INLINE static void load_chunk(const T* from, int64_t count, Units<T> (&parts)[PARTS]) {
+        if constexpr (PARTS == 1)
+            parts[0] = load_units(from, count);
+        else
+            load_pair(from, count, parts[0], parts[1]);
+    }
+    template <int PART>
+    INLINE static Units<T> load_part(const T* from) {
+        if constexpr (PARTS == 1)
+            return load_units(from, 2 * W);
+        else
+            return load_half<PART>(from);
     }
 
     INLINE static void fetch(const T* p, int64_t count) {
         UNROLL for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i);
     }
 
-    // Calls f(std::integral_constant<int, half>): both vectors of a pair at a time would not fit the registers.
+    // Calls f(std::integral_constant<int, part>): both vectors of float32 at a time would not fit the registers.
     template <class F>
-    INLINE static void each_half(F f) {
+    INLINE static void each_part(F f) {
         f(std::integral_constant<int, 0>{});
-        f(std::integral_constant<int, 1>{});
+        if constexpr (PARTS == 2) f(std::integral_constant<int, 1>{});
     }
 };

@@ -10,49 +10,55 @@ constexpr int MAX_ROWS = 12;
 constexpr int MAX_ROWS = 6;
 #endif
 
-// B as rows of float32, ``stride`` apart.
+// B as rows of units, ``stride`` apart.
+template <class U>
 struct Plain {
-    const float* at;
+    const U* at;
     int64_t stride;
-    INLINE void get(int64_t k, vf& a, vf& b) const { a = load(at + k * stride), b = load(at + k * stride + W); }
+    template <class V>
+    INLINE void get(int64_t k, V& a, V& b) const { a = load(at + k * stride), b = load(at + k * stride + W); }
 };
 
-// B as packed bfloat16: lane i of row k holds column i in its lower half and column W + i in its upper half.
+// B as packed weights: STEP lanes for each row k, of one unit of 2 · W columns. While it is worked on, LINES cache lines of
+// each row are fetched ``ahead`` lanes further on.
+template <int LINES>
 struct Packed {
+    static constexpr int STEP = PAIRED ? 2 * W : W;
     const uint32_t* at;
-    INLINE void get(int64_t k, vf& a, vf& b) const {
-        vu both = *(const vu_any*)(at + k * W);
-        a = (vf)(both << 16), b = (vf)(both & HIGH);
+    int64_t ahead;
+
+    template <class V>
+    INLINE void get(int64_t k, V& a, V& b) const {
+        const uint32_t* p = at + k * STEP;
+        UNROLL for (int i = 0; i < LINES; i++) __builtin_prefetch(p + ahead + i * 16);
+        if constexpr (PAIRED) {
+            a = load(p), b = load(p + W);
+        } else {
+            vu both = load(p);  // column i in the lower half of lane i, column W + i in the upper half
+            a = (vf)(both << 16), b = (vf)(both & HIGH);
+        }
     }
 };
 
-// C = A · B for A [R, depth], rows ``stride`` apart. Few rows are summed in several parts, to hide the latency of adds.
-template <int R, class B>
-INLINE void multiply(const float* a, int64_t stride, B b, int64_t depth, vf (&c)[R][2]) {
+// C = A · B for A [R, depth], rows ``stride`` apart; A and B in units. Few rows are summed in several parts, to hide the
+// latency of adds.
+template <int R, class U, class B>
+INLINE void multiply(const U* a, int64_t stride, B b, int64_t depth, vf (&c)[R][2]) {
     constexpr int PARTS = R == 1 ? 4 : R <= 3 ? 2 : 1;
     vf part[PARTS][R][2];
     UNROLL for (int u = 0; u < PARTS; u++) UNROLL for (int r = 0; r < R; r++) part[u][r][0] = part[u][r][1] = vf{};
-    int64_t k = 0;
-    for (; k + PARTS <= depth; k += PARTS) {
-        UNROLL for (int u = 0; u < PARTS; u++) {
-            vf b0, b1;
-            b.get(k + u, b0, b1);
-            UNROLL for (int r = 0; r < R; r++) {
-                vf x = splat(a[r * stride + k + u]);
-                part[u][r][0] += x * b0;
-                part[u][r][1] += x * b1;
-            }
-        }
-    }
-    for (; k < depth; k++) {
-        vf b0, b1;
+    auto add = [&](int u, int64_t k) __attribute__((always_inline)) {
+        decltype(splat(*a)) b0, b1;
         b.get(k, b0, b1);
         UNROLL for (int r = 0; r < R; r++) {
-            vf x = splat(a[r * stride + k]);
-            part[0][r][0] += x * b0;
-            part[0][r][1] += x * b1;
+            auto x = splat(a[r * stride + k]);
+            part[u][r][0] = add_product(part[u][r][0], x, b0);
+            part[u][r][1] = add_product(part[u][r][1], x, b1);
         }
-    }
+    };
+    int64_t k = 0;
+    for (; k + PARTS <= depth; k += PARTS) UNROLL for (int u = 0; u < PARTS; u++) add(u, k + u);
+    for (; k < depth; k++) add(0, k);
     UNROLL for (int r = 0; r < R; r++) {
         UNROLL for (int u = 1; u < PARTS; u++) part[0][r][0] += part[u][r][0], part[0][r][1] += part[u][r][1];
         c[r][0] = part[0][r][0], c[r][1] = part[0][r][1];

@@ -31,8 +31,9 @@ void gated_as(const void* x, int64_t rows, int64_t n, void* y, int gelu, int thr
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Lanes of a vector: linear layers are packed for it.
+// Lanes of a vector, and whether a unit of bfloat16 is a pair: linear layers are packed for them.
 int tp_width() { return W; }
+int tp_paired() { return PAIRED; }
 
 void tp_linear(const void* x, int64_t rows, int64_t depth, const void* tiles, int64_t columns, const void* bias,
                void* y, int threads) {

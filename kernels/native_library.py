@@ -49,11 +49,13 @@ class Level(enum.Enum):
     PORTABLE = ()
     AVX2 = ("-mavx2", "-mfma")
     AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
+    AVX512_BF16 = (*AVX512, "-mavx512bf16")
 
     @classmethod
     def of_machine(cls) -> Level:
         """The best that this processor has (ATEN_CPU_CAPABILITY lowers it, as for torch)."""
-        return {"AVX2": cls.AVX2, "AVX512": cls.AVX512}.get(torch.backends.cpu.get_cpu_capability(), cls.PORTABLE)
+        level = {"AVX2": cls.AVX2, "AVX512": cls.AVX512}.get(torch.backends.cpu.get_cpu_capability(), cls.PORTABLE)
+        return cls.AVX512_BF16 if level is cls.AVX512 and torch.cpu._is_avx512_bf16_supported() else level
 
 
 class Functions:
@@ -93,6 +95,7 @@ class NativeLibrary:
         self.compiler = compiler
         held = ctypes.PyDLL(str(file))
         self.width: int = held["tp_width"]()
+        self.paired = bool(held["tp_paired"]())
         self._quick, self._long = Functions(held), Functions(ctypes.CDLL(str(file)))
 
     def functions(self, work: int) -> Functions:

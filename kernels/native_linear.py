@@ -47,11 +47,7 @@ class NativeLinear:
         self._threads = threads
         self._columns, self._depth = weight.shape
         self._bias = None if bias is None else bias.contiguous()
-        width = library.width
-        tiles = -(-self._columns // (2 * width))
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, tiles * 2 * width - self._columns))
-        # Tiles of 2 · width output features; a 32-bit lane holds features i and width + i (see multiply.h).
-        self._tiles = padded.view(tiles, 2, width, self._depth).permute(0, 3, 2, 1).contiguous()
+        self._tiles = pack(weight, library.width, paired=library.paired)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, in] -> [rows, out]``."""
@@ -70,6 +66,20 @@ class NativeLinear:
             self._threads,
         )
         return output
+
+
+def pack(weight: torch.Tensor, width: int, *, paired: bool) -> torch.Tensor:
+    """Tiles of 2 · ``width`` output features for multiply.h, padded with zeros.
+
+    ``paired``: a 32-bit lane holds two neighbouring inputs of a feature, [tiles, pairs, 2, width, 2]. Otherwise it
+    holds features i and ``width`` + i of one input, [tiles, in, width, 2].
+    """
+    columns, depth = weight.shape
+    tiles = -(-columns // (2 * width))
+    padded = torch.nn.functional.pad(weight, (0, depth % 2 if paired else 0, 0, tiles * 2 * width - columns))
+    if paired:
+        return padded.view(tiles, 2, width, -1, 2).permute(0, 3, 1, 2, 4).contiguous()
+    return padded.view(tiles, 2, width, depth).permute(0, 3, 2, 1).contiguous()
 
 
 class RowsLinear:

@@ -1,9 +1,9 @@
 """bf16 linear layers on CPU through oneDNN.
 
 Weights are packed once instead of at each call: 1.3 to 1.7 times faster than ``F.linear`` at 1 to 16 rows. A processor
-without AMX tiles multiplies float32 faster than bf16 once a batch is large (1.6 times at 512 rows), so there the plain
-weight is kept too and widened per call: a second copy of the weights in bf16, and no loss, since both forms accumulate
-in float32 and round once.
+with neither AMX tiles nor AVX-512 BF16 multiplies float32 faster than bf16 once a batch is large (1.6 times at 512
+rows), so there the plain weight is kept too and widened per call: a second copy of the weights in bf16, and no loss,
+since both forms accumulate in float32 and round once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def can_prepack(weight: torch.Tensor) -> bool:
 
 
 class OneDnnLinear:
-    """``x @ weight.T + bias``; keeps the packed weight and, without AMX, the plain one."""
+    """``x @ weight.T + bias``; keeps the packed weight and, with ``widen``, the plain one."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, widen: bool) -> None:
         """``widen``: multiply large batches in float32 (see the module)."""
@@ -44,5 +44,5 @@ class OneDnnLinear:
 
 
 def prefers_float32() -> bool:
-    """Whether this processor multiplies float32 faster than bf16: it has no AMX tiles."""
-    return not torch.cpu._is_amx_tile_supported()
+    """Whether this processor multiplies float32 faster than bf16: it has no instructions for products of bf16."""
+    return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

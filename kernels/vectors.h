@@ -4,11 +4,15 @@
 // bfloat16 is the upper half of a float32. Values come in order (load) or as a pair of vectors (load_pair), which is
 // cheaper: a 32-bit lane holds two neighbours, and a shift and a mask separate even from odd positions. What does not
 // depend on the order inside a chunk of 2 · W values, such as a dot product, uses pairs.
+//
+// Processors with AVX-512 BF16 add the products of two neighbours to a float32 sum in one instruction. There inner loops
+// multiply *units* of two bfloat16 in a 32-bit lane; elsewhere, and for float32 always, a unit is one value in float32.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -42,18 +46,54 @@ struct bf16 {
 
 constexpr uint32_t HIGH = 0xffff0000u;
 
+#if defined(__AVX512BF16__)
+constexpr bool PAIRED = true;
+#else
+constexpr bool PAIRED = false;
+#endif
+
+// The unit of values of type T, and how many values it has.
+template <class T>
+using Unit = std::conditional_t<PAIRED && std::is_same_v<T, bf16>, uint32_t, float>;
+template <class T>
+constexpr int PER_UNIT = std::is_same_v<Unit<T>, float> ? 1 : 2;
+// W units.
+template <class T>
+using Units = std::conditional_t<PER_UNIT<T> == 1, vf, vu>;
+
 INLINE vf splat(float x) { return x - vf{}; }
+INLINE vu splat(uint32_t x) { return x - vu{}; }
+#if defined(__AVX512F__)
+INLINE vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 INLINE vf min(vf a, vf b) { return a < b ? a : b; }
+#endif
 
-// Rounds to nearest even; the result is in the upper half of each lane. NaN stays NaN.
-INLINE vu round_high(vf x) {
+// sum + a · b, lane by lane; a lane of integers is a pair of bfloat16, whose two products are added.
+INLINE vf add_product(vf sum, vf a, vf b) { return sum + a * b; }
+INLINE vf add_product(vf sum, vu a, vu b) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & HIGH) * (vf)(b & HIGH);
+#endif
+}
+
+// Rounds to bfloat16, to nearest even, in the lower half of each lane. NaN stays NaN.
+INLINE vu round_low(vf x) {
+#if defined(__AVX512BF16__)
+    return (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
     vu u = (vu)x;
     vu rounded = u + 0x7fffu + ((u >> 16) & 1u);
-    return (vu)(x == x ? (vi)rounded : (vi)(u | 0x400000u));
+    return (vu)(x == x ? (vi)rounded : (vi)(u | 0x400000u)) >> 16;
+#endif
 }
 
 INLINE vf load(const float* p) { return *(const vf_any*)p; }
+INLINE vu load(const uint32_t* p) { return *(const vu_any*)p; }
 // GCC 12 converts vectors of 16-bit integers in several steps; the instructions that do it in one are named here.
 INLINE vu extended(const bf16* p) {
 #if defined(__AVX512F__)
@@ -76,7 +116,14 @@ INLINE void store_low(bf16* p, vu x) {
 }
 INLINE vf load(const bf16* p) { return (vf)(extended(p) << 16); }
 INLINE void store(float* p, vf x) { *(vf_any*)p = x; }
-INLINE void store(bf16* p, vf x) { store_low(p, round_high(x) >> 16); }
+INLINE void store(uint32_t* p, vu x) { *(vu_any*)p = x; }
+INLINE void store(bf16* p, vf x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    store_low(p, round_low(x));
+#endif
+}
 
 // Up to W values: the rest reads as zero and is not written. ``count`` is W in all but the last call of a row.
 template <class T>
@@ -111,7 +158,7 @@ INLINE vf load_half(const bf16* p) {
 }
 INLINE void store_pair(float* p, vf a, vf b) { store(p, a), store(p + W, b); }
 INLINE void store_pair(bf16* p, vf a, vf b) {
-    *(vu_any*)p = (round_high(a) >> 16) | (round_high(b) & HIGH);
+    *(vu_any*)p = round_low(a) | round_low(b) << 16;
 }
 
 template <class T>
@@ -130,9 +177,19 @@ INLINE void store_pair(T* p, int64_t count, vf a, vf b) {
     memcpy(p, part, count * sizeof(T));
 }
 
+// W units from ``p``, where ``count`` values are left; the rest reads as zero.
+INLINE vf load_units(const float* p, int64_t count) { return load(p, count); }
+INLINE Units<bf16> load_units(const bf16* p, int64_t count) {
+    if (!PAIRED) return (Units<bf16>)load(p, count);
+    if (count >= 2 * W) return (Units<bf16>)*(const vu_any*)p;
+    bf16 part[2 * W] = {};
+    memcpy(part, p, count * sizeof(bf16));
+    return (Units<bf16>)*(const vu_any*)part;
+}
+
 // The value that a type would keep.
 INLINE vf rounded(vf x, const float*) { return x; }
-INLINE vf rounded(vf x, const bf16*) { return (vf)(round_high(x) & HIGH); }
+INLINE vf rounded(vf x, const bf16*) { return (vf)(round_low(x) << 16); }
 
 #ifdef __clang__
 #define SHUFFLE1(a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
@@ -204,12 +261,13 @@ INLINE vf interleave_high(vf a, vf b) {
 }
 
 // Transposes W rows of W lanes in log2(W) perfect shuffles.
-INLINE void transpose(vf rows[W]) {
+template <class V>
+INLINE void transpose(V (&rows)[W]) {
     UNROLL for (int step = 1; step < W; step *= 2) {
-        vf next[W];
+        V next[W];
         UNROLL for (int i = 0; i < W / 2; i++) {
-            next[2 * i] = interleave_low(rows[i], rows[i + W / 2]);
-            next[2 * i + 1] = interleave_high(rows[i], rows[i + W / 2]);
+            next[2 * i] = (V)interleave_low((vf)rows[i], (vf)rows[i + W / 2]);
+            next[2 * i + 1] = (V)interleave_high((vf)rows[i], (vf)rows[i + W / 2]);
         }
         UNROLL for (int i = 0; i < W; i++) rows[i] = next[i];
     }
@@ -237,7 +295,7 @@ INLINE vf exponential(vf x) {
 
 // 2^x for x <= 0, within 2 units in the last place; 0 from -126 down. The polynomial is that of Cephes' exp2f (Moshier,
 // 1992).
-INLINE vf power_of_two(vf x) {
+INLINE vf power_of_two(vf x, const float*) {
     vf bounded = max(splat(-126.0f), x);  // NaN passes
     vf shifted = bounded + 12582912.0f;  // adding 1.5 · 2^23 rounds to an integer
     vf r = bounded - (shifted - 12582912.0f);
@@ -249,4 +307,19 @@ INLINE vf power_of_two(vf x) {
     p = p * r + 6.931472028550421e-1f;
     p = p * r + 1.0f;
     return bounded <= -126.0f ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
+}
+
+// The same for a result that is kept as bfloat16: within 2^-13, by a polynomial of degree 3 on [0, 1).
+INLINE vf power_of_two(vf x, [[maybe_unused]] const bf16* as) {
+#if defined(__AVX512F__)
+    constexpr int FLOOR = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    vf r = (vf)_mm512_reduce_ps((__m512)x, FLOOR);  // x - floor(x)
+    vf p = splat(0.0780242756f);
+    p = p * r + 0.22606726f;
+    p = p * r + 0.695833623f;
+    p = p * r + 0.999925196f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // p · 2^floor(x)
+#else
+    return power_of_two(x, (const float*)as);
+#endif
 }

@@ -42,7 +42,15 @@ CASES = [
         for window in (None, 1, 7, 16, 64, 300)
         for soft_cap in (None, 2.0)
     ),
-    *(AttentionCase(EDGES + CHUNKS, 4, 2, 64, block_size=size, window=40) for size in (1, 3, 4, 32, 300)),
+    *(
+        AttentionCase(EDGES + CHUNKS, 6, 2, 64, window=window, soft_cap=soft_cap, dtype=torch.bfloat16)
+        for window, soft_cap in ((1, None), (7, 2.0), (300, None))
+    ),
+    *(
+        AttentionCase(EDGES + CHUNKS, 4, 2, 64, block_size=size, window=40, dtype=dtype)
+        for dtype in DTYPES
+        for size in (1, 3, 4, 32, 300)
+    ),
 ]
 
 
