@@ -9,13 +9,20 @@ from torch import Tensor
 
 from twinpool.engine import row_ops
 from twinpool.engine.request import TokenLogprob
+from twinpool.kernels.interface import RowLogprobs
 
 
-def token_logprobs(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+def token_logprobs(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], top: int, faster: RowLogprobs | None = None
+) -> list[TokenLogprob]:
     """Log probability, rank and ``top`` best alternatives of ``token_ids[i]`` in row ``rows[i]`` of ``[*, vocab]``.
 
     The rank is 1 plus the number of tokens with a larger logit. ``top`` beyond the vocabulary means all of it.
+    ``faster`` does the same.
     """
+    if faster is not None:
+        entries = faster.logprobs(logits, rows, token_ids, top)
+        return [TokenLogprob(token, *entry) for token, entry in zip(token_ids, entries, strict=True)]
     step = row_ops.rows_per_block(logits.device, logits.shape[-1])
     result: list[TokenLogprob] = []
     for start in range(0, len(token_ids), step):

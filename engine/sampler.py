@@ -6,7 +6,8 @@ Life of a call to ``sample`` (one per step; the sampler holds nothing between st
 2. If all rows are greedy and nothing is asked beyond that, one argmax ends it.
 3. Otherwise rows go through, in blocks: grammar mask, end tokens below ``min_tokens``, logit bias, penalties
    (``penalties.py``); then argmax, or temperature, top-k, top-p, min-p and the inverse CDF at a keyed uniform
-   (``distribution.py``, ``philox.py``). On a GPU one kernel does what follows the penalties, for all rows.
+   (``distribution.py``, ``philox.py``). On a GPU one kernel does what follows the penalties, for all rows; on a CPU C++
+   does, where it can be compiled, for one row after the other.
 4. Drafts are verified: each position was sampled with the key it would have without drafts, so tokens are taken while
    draft = sample, and the first sample that differs is the token that plain decoding would have produced. Output is
    that of plain decoding, exactly; a draft of length 0 changes nothing.
@@ -32,7 +33,7 @@ from twinpool.engine.per_request import PerRequest
 from twinpool.engine.philox import uniforms
 from twinpool.engine.plan import Sampled, ScheduledRequest
 from twinpool.engine.request import Request, SamplingParams, TokenLogprob
-from twinpool.kernels.choice import row_sampler_for
+from twinpool.kernels.choice import KernelName, cpu_sampling_for, device_sampling_for
 from twinpool.kernels.interface import RowSampling
 
 _SEED_MASK = (1 << 64) - 1
@@ -69,15 +70,21 @@ class _Row:
 class Sampler:
     """Samples for all requests of a step. Used by one thread."""
 
-    def __init__(self, vocab_size: int, stop_ids: frozenset[int], device: torch.device) -> None:
-        """``stop_ids`` are the model's end tokens; ``vocab_size`` is the width of the logits."""
+    def __init__(
+        self, vocab_size: int, stop_ids: frozenset[int], device: torch.device, kernels: KernelName = "auto"
+    ) -> None:
+        """``stop_ids`` are the model's end tokens; ``vocab_size`` is the width of the logits.
+
+        ``kernels`` is "reference" for torch and numpy alone.
+        """
         self._vocab_size = vocab_size
         self._device = device
         self._rows_per_block = row_ops.rows_per_block(device, vocab_size)
-        self._row_sampler = row_sampler_for(device)
-        if self._row_sampler is not None:
+        self._cpu_sampling = cpu_sampling_for(kernels, device)
+        self._device_sampling = device_sampling_for(device)
+        if self._device_sampling is not None:
             # Compiled now, not in the first step.
-            self._row_sampler(torch.zeros((1, vocab_size), device=device), np.zeros((1, 5)))
+            self._device_sampling(torch.zeros((1, vocab_size), device=device), np.zeros((1, 5)))
         self._adjustments = PerRequest(lambda request: Adjustments(request, stop_ids, vocab_size))
 
     def sample(
@@ -93,8 +100,8 @@ class Sampler:
             ValueError: rows do not match, or drafts are combined with several samples.
         """
         rows = self._lay_out(logits, scheduled, allowed)
-        if self._row_sampler is not None:
-            self._sample_on_device(self._row_sampler, logits, rows)
+        if self._device_sampling is not None:
+            self._sample_rows(self._device_sampling, logits, [rows])
             return self._collect(logits, scheduled, rows)
         plain_greedy = [row for row in rows if row.kind is _Kind.GREEDY and row.plain]
         if plain_greedy:
@@ -102,8 +109,11 @@ class Sampler:
             picked = logits if every else logits[[row.index for row in plain_greedy]]
             for row, token in zip(plain_greedy, row_ops.argmax(picked).tolist(), strict=True):
                 row.tokens = [token] * row.draws
-        if len(plain_greedy) < len(rows):
-            self._sample_general(logits, [row for row in rows if not row.tokens])
+        rest = [row for row in rows if not row.tokens]
+        if rest and self._cpu_sampling is not None:
+            self._sample_rows(self._cpu_sampling, logits, _blocks(rest))
+        elif rest:
+            self._sample_general(logits, rest)
         return self._collect(logits, scheduled, rows)
 
     def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -111,7 +121,7 @@ class Sampler:
 
         Row i is the model's output at the position before the token.
         """
-        return token_logprobs(logits, range(len(token_ids)), token_ids, top)
+        return token_logprobs(logits, range(len(token_ids)), token_ids, top, self._cpu_sampling)
 
     def _lay_out(
         self, logits: Tensor, scheduled: Sequence[ScheduledRequest], allowed: Sequence[Tensor | None]
@@ -159,9 +169,9 @@ class Sampler:
                 for row, row_tokens in zip(members, tokens.tolist(), strict=True):
                     row.tokens = row_tokens[: row.draws]
 
-    def _sample_on_device(self, sample: RowSampling, logits: Tensor, rows: Sequence[_Row]) -> None:
-        """All rows in one kernel; the tokens come back in the step's only transfer from the device."""
-        values = logits if all(row.plain for row in rows) else self._adjusted_logits(logits, rows)
+    def _sample_rows(self, sample: RowSampling, logits: Tensor, blocks: Sequence[Sequence[_Row]]) -> None:
+        """One call for each block of rows. On a GPU there is one, and its tokens are the step's only transfer back."""
+        rows = [row for block in blocks for row in block]
         uniforms = self._uniforms(rows)
         parameters = np.empty((len(rows), 4 + uniforms.shape[1]))
         parameters[:, 4:] = uniforms
@@ -173,8 +183,16 @@ class Sampler:
                 min(sampling.top_p, 1.0),
                 math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
             )
-        for row, tokens in zip(rows, sample(values, parameters).tolist(), strict=True):
-            row.tokens = tokens[: row.draws]
+        start = 0
+        for block in blocks:
+            end = start + len(block)
+            if all(row.plain for row in block):
+                values = logits[block[0].index : block[-1].index + 1]
+            else:
+                values = self._adjusted_logits(logits, block)
+            for row, tokens in zip(block, sample(values, parameters[start:end]).tolist(), strict=True):
+                row.tokens = tokens[: row.draws]
+            start = end
 
     def _uniforms(self, rows: Sequence[_Row]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """Keyed numbers ``[rows, most draws]``; draw i of a row is choice ``request.choice + i``."""
@@ -244,10 +262,23 @@ class Sampler:
                     (sampled, index, token) for index, token in zip(sources, token_ids, strict=True)
                 )
         for top, items in wanted.items():
-            entries = token_logprobs(logits, [index for _, index, _ in items], [token for _, _, token in items], top)
+            indices, tokens = [index for _, index, _ in items], [token for _, _, token in items]
+            entries = token_logprobs(logits, indices, tokens, top, self._cpu_sampling)
             for (sampled, _, _), logprob in zip(items, entries, strict=True):
                 sampled.logprobs.append(logprob)
         return result
+
+
+def _blocks(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Runs of consecutive plain rows, which need no copy; an adjusted row alone, so that its copy stays in cache."""
+    blocks: list[list[_Row]] = []
+    for row in rows:
+        last = blocks[-1][-1] if blocks else None
+        if last is not None and row.plain and last.plain and row.index == last.index + 1:
+            blocks[-1].append(row)
+        else:
+            blocks.append([row])
+    return blocks
 
 
 def accepted(samples: Sequence[int], draft_ids: Sequence[int]) -> list[int]:

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 
 from twinpool.cache import cache_folder
-from twinpool.kernels.interface import Kernels, RowSampling
+from twinpool.kernels.interface import CpuSampling, Kernels, RowSampling
 from twinpool.kernels.native import DTYPES, NativeKernels
 from twinpool.kernels.native_library import Level, NativeUnavailable, load_library
+from twinpool.kernels.native_sampling import NativeSampling
 from twinpool.kernels.reference import ReferenceKernels
 
 KernelName = Literal["auto", "reference", "native"]
@@ -55,10 +56,24 @@ def _for_cuda(device: torch.device) -> Kernels:
     return TritonKernels.on(device)
 
 
-def row_sampler_for(device: torch.device) -> RowSampling | None:
-    """Triton on CUDA devices; None elsewhere, where rows are sampled one after the other."""
+def device_sampling_for(device: torch.device) -> RowSampling | None:
+    """Triton on CUDA devices; None elsewhere."""
     if device.type != "cuda":
         return None
     from twinpool.kernels.row_sampling import RowSampler
 
     return RowSampler()
+
+
+def cpu_sampling_for(name: KernelName, device: torch.device) -> CpuSampling | None:
+    """C++ on a CPU where it can be compiled and ``name`` is not "reference"; None elsewhere (torch and numpy, slower).
+
+    ``kernels_for`` has told in the log why C++ is missing.
+    """
+    if device.type != "cpu" or name == "reference":
+        return None
+    try:
+        library = load_library(cache_folder(), Level.of_machine())
+    except NativeUnavailable:
+        return None
+    return NativeSampling(library, threads=torch.get_num_threads())

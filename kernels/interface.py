@@ -81,6 +81,26 @@ class RowSampling(Protocol):
         """
 
 
+LogprobRow = tuple[float, int, tuple[tuple[int, float], ...]]
+"""Log probability of a token, its rank, and the best (id, log probability) pairs of its row."""
+
+
+class RowLogprobs(Protocol):
+    """Log probabilities where the logits are; ``engine.logprobs`` says what they are."""
+
+    def logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], top: int
+    ) -> list[LogprobRow]:
+        """Of ``token_ids[i]`` in row ``rows[i]`` of ``logits`` [*, vocab] (any float type; not changed).
+
+        The ``top`` best tokens of the row, all if it has fewer, come best first, lower ids first where equal.
+        """
+
+
+class CpuSampling(RowSampling, RowLogprobs, Protocol):
+    """Both, on a CPU."""
+
+
 class Kernels(Protocol):
     """The operators of a rank. None of them keeps state between calls."""
 

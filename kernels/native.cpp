@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sampling.h"
 
 namespace {
 
@@ -65,6 +66,17 @@ void tp_attention(int lower, const Batch* batch, const void* query, int64_t quer
                   void* output, float scale, int64_t window, float soft_cap, int threads) {
     (lower ? attend_as<bf16> : attend_as<float>)(*batch, query, query_stride, keys, output, scale, window, soft_cap,
                                                  threads);
+}
+
+void tp_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const double* parameters,
+               int64_t draws, int64_t* tokens, int threads) {
+    sample_rows(logits, rows, stride, vocab, parameters, draws, tokens, threads);
+}
+
+void tp_logprobs(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, const int64_t* tokens,
+                 int64_t count, int64_t top, double* logprobs, int64_t* ranks, double* values, int64_t* ids,
+                 int threads) {
+    logprob_rows(logits, stride, vocab, rows, tokens, count, top, logprobs, ranks, values, ids, threads);
 }
 
 }  // extern "C"

@@ -79,6 +79,14 @@ class Functions:
             library["tp_attention"],
             *(c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_float, c_int64, c_float, c_int),
         )
+        self.sample = _declare(
+            library["tp_sample"], c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int
+        )
+        self.logprobs = _declare(
+            library["tp_logprobs"],
+            *(c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_int),
+        )
 
 
 def _declare(function: Any, *arguments: type) -> Any:

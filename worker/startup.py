@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -132,7 +133,7 @@ def load_parts(
                 num_blocks=section.num_blocks,
                 kv_memory_bytes=kv_memory_bytes(section),
                 allocate=connector.allocate,
-                make_sampler=Sampler,
+                make_sampler=partial(Sampler, kernels=config.model.kernels),
                 max_model_len=config.model.max_model_len,
                 kernels=config.model.kernels,
                 progress=progress,

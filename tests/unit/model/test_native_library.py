@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from twinpool.cache import cache_folder
-from twinpool.kernels.choice import kernels_for
+from twinpool.kernels.choice import cpu_sampling_for, kernels_for
 from twinpool.kernels.native import NativeKernels
 from twinpool.kernels.native_library import FLAGS, SOURCE, Level, NativeUnavailable, load_library
+from twinpool.kernels.native_sampling import NativeSampling
 from twinpool.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
@@ -63,6 +64,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_so(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert isinstance(kernels_for("auto", CPU, torch.float32, 1), ReferenceKernels)
     assert "no C++ compiler; install g++" in caplog.text
+    assert cpu_sampling_for("auto", CPU) is None
     with pytest.raises(NativeUnavailable, match="install g"):
         kernels_for("native", CPU, torch.float32, 1)
 
@@ -87,6 +89,8 @@ def test_choice(caplog: pytest.LogCaptureFixture) -> None:
     assert "kernels: native" in caplog.text
     assert isinstance(kernels_for("reference", CPU, torch.bfloat16, 1), ReferenceKernels)
     assert isinstance(kernels_for("auto", CPU, torch.float16, 1), ReferenceKernels)
+    assert isinstance(cpu_sampling_for("auto", CPU), NativeSampling)
+    assert cpu_sampling_for("reference", CPU) is None
     with pytest.raises(NativeUnavailable, match="float16"):
         kernels_for("native", CPU, torch.float16, 1)
 

@@ -12,9 +12,12 @@ from torch import Tensor
 from twinpool.engine.plan import Sampled, ScheduledRequest
 from twinpool.engine.request import Request, SamplingParams, StopParams
 from twinpool.engine.sampler import Sampler
+from twinpool.kernels.choice import KernelName
 
 CPU = torch.device("cpu")
 EOS = 2
+kernels: KernelName = "auto"
+"""What samplers are made with; ``conftest`` runs most tests with both."""
 
 
 def make_request(
@@ -42,7 +45,7 @@ def schedule(request: Request, num_samples: int = 1) -> ScheduledRequest:
 
 
 def make_sampler(vocab_size: int, stop_ids: Sequence[int] = (EOS,)) -> Sampler:
-    return Sampler(vocab_size, frozenset(stop_ids), CPU)
+    return Sampler(vocab_size, frozenset(stop_ids), CPU, kernels)
 
 
 def sample_one(
