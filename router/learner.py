@@ -5,7 +5,9 @@
 2. A confirmed copy: seconds that the stream waited for it after the prefill, over the tokens that decode lacked.
 3. An answer's end: seconds per token, over the streams that ran beside it; its length; the share found in caches.
 
-Before there are measurements a worker is taken to be like the others, and those to be like the priors. Forgetting is
+Before there are measurements a worker is taken to be like the others, and those to be like the priors, of which only
+the shape is left once anything was measured: a new worker must seem neither slower nor faster than what is known of its
+peers, or it would get no request to show what it can do, or all of them. Forgetting is
 slow, see ``line_fit``; so a worker or a route that is not used any more is judged by its peers after a while, and is
 tried again. One learner per router, on the event loop. Memory: one record per worker and pair in use, at most
 ``_MOST`` of a kind.
@@ -28,7 +30,8 @@ _PRIOR_WEIGHT, _PEERS_WEIGHT = 0.02, 0.5
 _SMOOTHING = 0.05
 _REFRESH_S = 1.0
 _SPIKE, _SPIKE_AFTER = 3.0, 2.0
-"""What was measured more often than this cannot seem more than so many times slower at once: a pause is not a pace."""
+"""What was measured more often than this, at the worker or its peers, cannot seem more than so many times slower at
+once: a pause is not a pace, nor is a worker's first request."""
 _PRIOR = EqualCosts()
 
 
@@ -37,6 +40,7 @@ class _Family(Generic[K]):
 
     def __init__(self, prior: Line, large: float, scale: float) -> None:
         points = measured(0, prior.fixed_s, scale).plus(measured(large, prior.at(large), scale))
+        self._shape = prior
         self._prior = points.scaled_to(_PRIOR_WEIGHT)
         self._scale = scale
         self._fits: dict[K, LineFit] = {}
@@ -49,7 +53,7 @@ class _Family(Generic[K]):
         self._fits[key] = fit  # the newest last
         if len(self._fits) > _MOST:
             del self._fits[next(iter(self._fits))]
-        if fit.sums(now).count > _SPIKE_AFTER:
+        if fit.sums(now).count + self._peers.sums(now).count > _SPIKE_AFTER:
             seconds = min(seconds, _SPIKE * self.line(key, now).at(units))
         sums = measured(units, seconds, self._scale)
         fit.add(sums, now)
@@ -68,7 +72,8 @@ class _Family(Generic[K]):
 
     def _sums(self, key: K, now: float) -> Sums:
         peers = self._peers.sums(now)
-        background = self._prior.plus(peers.scaled_to(min(peers.count, _PEERS_WEIGHT)))
+        prior = self._prior.slowed(peers.level(self._shape))
+        background = prior.plus(peers.scaled_to(min(peers.count, _PEERS_WEIGHT)))
         fit = self._fits.get(key)
         return background if fit is None else background.plus(fit.sums(now))
 

@@ -8,7 +8,7 @@ learn, and a figure that is not measured any more drifts back to what its backgr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KEEP = 0.9
 HALF_LIFE_S = 120.0
@@ -52,6 +52,16 @@ class Sums:
     def scaled_to(self, count: float) -> Sums:
         """The same with the weight of ``count`` measurements; nothing stays nothing."""
         return Sums().plus(self, count / self.count) if self.count > 0 else self
+
+    def level(self, shape: Line) -> float:
+        """The factor that brings ``shape`` closest to the measurements; 1 where there are none."""
+        fixed, per_unit = shape.fixed_s, shape.per_unit_s
+        size = fixed * fixed * self.ff + 2 * fixed * per_unit * self.fu + per_unit * per_unit * self.uu
+        return (fixed * self.fs + per_unit * self.us) / size if size > 0 else 1.0
+
+    def slowed(self, factor: float) -> Sums:
+        """The same measurements, had all taken ``factor`` times as long."""
+        return replace(self, fs=factor * self.fs, us=factor * self.us)
 
     def line(self) -> Line:
         """The best line with neither part negative. The sums must hold something."""

@@ -21,6 +21,10 @@ from twinpool.router.worker_view import WorkerView
 
 Mode = Literal["always", "auto", "never"]
 
+LEAST_SHARE = 0.01
+"""What a stream more costs a batch at least, as a share of an empty batch's step: measured differences drown in noise,
+and workers that idle while others are busy serve nobody."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
@@ -93,8 +97,9 @@ def interference_s(view: WorkerView, query: RouteQuery, costs: Costs) -> float:
 def decode_s(view: WorkerView, query: RouteQuery, costs: Costs) -> float:
     """Seconds of the answer and, for every answer there, the delay that one more in the batch is."""
     line = costs.pace(view.key)
+    per_stream_s = max(line.per_unit_s, LEAST_SHARE * line.fixed_s)
     tokens = min(query.answer_tokens, costs.answer_tokens)
-    return tokens * (line.at(view.streams + 1) + view.streams * line.per_unit_s)
+    return tokens * (line.fixed_s + (2 * view.streams + 1) * per_stream_s)
 
 
 def handover_s(prefill: WorkerView, decode: WorkerView, query: RouteQuery, costs: Costs) -> float:

@@ -39,6 +39,16 @@ class MakeTinyModel(Protocol):
         """Returns ``folder``. ``overrides`` are attributes of the family's configuration in transformers."""
 
 
+SLOW_LIMIT_S = 3600
+"""For tests that only ``make test-all`` runs; pyproject.toml has the limit of the others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> Iterator[None]:
     """Keeps torch to one thread: tests share few cores, and results must not depend on their number."""

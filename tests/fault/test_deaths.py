@@ -19,20 +19,13 @@ async def metrics(cluster: Cluster) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
-async def busy(cluster: Cluster, role: str) -> str:
-    """The worker of a pool that has the most requests, once one has some: which one that is, the router decides."""
-    status = await cluster.until(lambda status: any(w.role == role and w.running for w in status.workers))
-    pool = [worker for worker in status.workers if worker.role == role]
-    return max(pool, key=lambda worker: worker.running).worker_id
-
-
 async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -> None:
     async with farm.client() as client:
         wanted = await all_kinds(client, 300)
         killed: list[str] = []
 
         async def kill() -> None:
-            killed.append(await busy(farm, "decode"))
+            killed.append(await farm.busy("decode"))
             farm.kill(killed[0])
 
         got = await all_kinds(client, 300, after=60, then=kill)
@@ -62,7 +55,7 @@ async def test_prefill_worker_dies_while_it_computes_and_while_decode_reads(farm
     async with farm.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
         running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
-        farm.kill(await busy(farm, "prefill"))
+        farm.kill(await farm.busy("prefill"))
         got = await asyncio.gather(*running)
         for mine, theirs in zip(got, wanted, strict=True):
             check_same(mine, theirs)

@@ -59,25 +59,25 @@ async def test_prefill_worker_hangs_while_decode_reads(farm: Cluster) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     async with farm.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
-        running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
+        # As many as keep both prefill workers at it until one is stopped.
+        salts = [f"disturbed {number}" for number in range(4)]
+        running = [
+            asyncio.create_task(client.generate(ids, cache_salt=salt, **options)) for salt in salts for ids in prompts
+        ]
         # Decode reads the first chunks while the rest is computed.
-        await farm.until(
-            lambda status: (
-                any(w.worker_id == "prefill-0" and w.running for w in status.workers)
-                and any(worker.loading for worker in status.workers)
-            )
-        )
-        farm.signal("prefill-0", signal.SIGSTOP)
+        await farm.until(lambda status: any(worker.loading for worker in status.workers))
+        stopped = await farm.busy("prefill")
+        farm.signal(stopped, signal.SIGSTOP)
         got = await asyncio.gather(*running)
-        check_all_same(got, wanted)
+        check_all_same(got, wanted * len(salts))
         assert sum(answer.usage.redispatches for answer in got) > 0
         # Its reads are fenced, so the destinations are free although it never answered.
         status = await farm.all_free()
         assert all(worker.state == "alive" for worker in status.workers if worker.role == "decode")
-        farm.signal("prefill-0", signal.SIGCONT)
+        farm.signal(stopped, signal.SIGCONT)
 
         def back(status: Status) -> bool:
-            links = [link for w in status.workers for link in w.links if link.prefill_worker == "prefill-0"]
+            links = [link for w in status.workers for link in w.links if link.prefill_worker == stopped]
             return len(links) == 2 and all(link.linked for link in links) and is_free(status)
 
         await farm.until(back, 20.0)

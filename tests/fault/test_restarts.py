@@ -24,8 +24,9 @@ async def test_workers_restart_with_another_number_of_blocks(farm: Cluster) -> N
         status = await farm.heal()
         blocks = {worker.worker_id: worker.total_blocks for worker in status.workers}
         assert (blocks["prefill-0"], blocks["decode-0"]) == (299, 249)
-        got = await all_kinds(client, 40)
-        check_all_same(got, wanted)
+        check_all_same(await all_kinds(client, 40), wanted)
+        # Prompts that no worker has cached: all workers take some.
+        got = await asyncio.gather(*(client.generate(prompt(number, 300), max_tokens=40) for number in range(60, 84)))
         assert not any(answer.usage.redispatches for answer in got)
         assert {answer.prefill_worker for answer in got} == {"prefill-0", "prefill-1"}
         assert {answer.decode_worker for answer in got} == {"decode-0", "decode-1"}

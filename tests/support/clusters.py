@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -33,12 +34,19 @@ DEFAULTS: dict[str, object] = {
 INFERENCE = "twinpool.inference.v1.InferenceService"
 
 
+OWN_PORTS = range(10_000, 32_768)
+"""Below those that Linux gives to connections that go out, which would take a port while a process is away."""
+
+
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    found: list[int] = []
+    for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 @dataclass
@@ -202,6 +210,12 @@ class Cluster:
                             return
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.1)
+
+    async def busy(self, role: str) -> str:
+        """The worker of a pool that has the most requests, once one has some: which one that is, the router decides."""
+        status = await self.until(lambda status: any(w.role == role and w.running for w in status.workers))
+        pool = [worker for worker in status.workers if worker.role == role]
+        return max(pool, key=lambda worker: worker.running).worker_id
 
     async def until(self, condition: Callable[[Status], bool], timeout_s: float = 10.0) -> Status:
         """Waits until the router's status satisfies ``condition``; on failure shows the last one."""

@@ -52,6 +52,20 @@ def test_priors_then_peers_then_the_worker_itself() -> None:
     assert costs.prefill(A).at(1000) == pytest.approx(4.0, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.03, 30.0], ids=["faster than the priors", "slower"])
+def test_a_new_worker_is_taken_to_be_as_fast_as_its_peers(factor: float) -> None:
+    learner = Learner()
+    for number in range(40):
+        streams, tokens = number % 4, 16 + 200 * (number % 3)
+        learner.answered(A, streams, 101, 100 * factor * PRIOR.pace_line.at(streams + 1), number)
+        learner.first_token(A, tokens, factor * PRIOR.prefill_line.at(tokens), number)
+    costs = learner.costs(41.0)
+    for streams in (1, 4):
+        assert costs.pace(B).at(streams) == pytest.approx(costs.pace(A).at(streams), rel=0.02)
+    for tokens in (16, 400):
+        assert costs.prefill(B).at(tokens) == pytest.approx(costs.prefill(A).at(tokens), rel=0.02)
+
+
 def test_one_bad_measurement_is_forgotten_by_use_and_by_time() -> None:
     learner = Learner()
     learner.first_token(A, 100, 30.0, 0.0)

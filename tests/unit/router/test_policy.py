@@ -121,6 +121,15 @@ def test_decode_that_has_the_prefix_reads_less() -> None:
     assert names(choose(query, [P0, *loaded], COST)) == ("decode-0", "prefill-0")
 
 
+def test_an_idle_worker_is_used_although_a_batch_seems_to_cost_nothing() -> None:
+    flat = EqualCosts(pace_line=Line(0.001, 0.0))
+    busy, idle = view("decode", 0, (P0,), running=4), view("decode", 1, (P0,))
+    query = RouteQuery(num_tokens=100, mode="always", answer_tokens=60, cached_blocks={"decode-0": 6})
+    assert names(choose(query, [P0, busy, idle], flat)) == ("decode-1", "prefill-0")
+    resting = view("decode", 0, (P0,))
+    assert names(choose(query, [P0, resting, idle], flat)) == ("decode-0", "prefill-0")
+
+
 def test_new_prompts_go_where_they_push_out_nothing() -> None:
     decode = view("decode", 0, (P0, P1))
     full = replace(P0, cached_blocks=100)
