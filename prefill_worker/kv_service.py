@@ -2,8 +2,8 @@
 
 A session begins with Hello; identity, revision, layout and connector are compared before anything else, and the
 connector's metadata travels only in Welcome. From then on messages go to the hold table (open, done, abandon) or to
-the connector. The session ends with the stream or after ``dead_after_s`` of silence; the hold table then ends every
-hold that the peer had joined, and the engine frees the blocks.
+the connector. The session ends with the stream or after ``dead_after_s`` of silence, whether or not the peer still
+takes what is sent to it; the hold table then ends every hold that the peer had joined, and the engine frees the blocks.
 """
 
 from __future__ import annotations
@@ -90,25 +90,26 @@ class KvService(kv_pb2_grpc.KvServiceServicer):
         self._identity.check(first.hello)
         peer = f"{first.hello.worker_id}/{first.hello.epoch:x}/{next(self._sessions)}"
         outbox = self._outboxes.open(peer)
+        ending = contextlib.ExitStack()  # closed once, by the reader's end or by the stream's
+        ending.callback(log.info, "decode worker %s left", peer)
         outbox.put_control(kv_pb2.SessionResponse(welcome=kv_pb2.Welcome(info=self._identity.to_proto())))
         self._holds.session_began(peer)
         targets = [rank.rank for rank in first.hello.ranks]
         self._transfer.post(partial(self._accept, peer, targets))
-        tasks = [
-            asyncio.create_task(self._read(peer, targets, request_iterator, outbox)),
-            asyncio.create_task(self._beat(outbox)),
-        ]
+        ending.callback(self._transfer.post, partial(self._dismiss, peer, targets))
+        ending.callback(self._holds.session_ended, peer)
+        ending.callback(self._outboxes.close, peer)
+        reader = asyncio.create_task(self._read(peer, targets, request_iterator, outbox))
+        reader.add_done_callback(lambda _: ending.close())
+        heart = asyncio.create_task(self._beat(outbox))
+        ending.callback(heart.cancel)
+        ending.callback(reader.cancel)
         log.info("decode worker %s joined", peer)
         try:
             async for response in outbox:
                 yield response
         finally:
-            for task in tasks:
-                task.cancel()
-            self._outboxes.close(peer)
-            self._holds.session_ended(peer)
-            self._transfer.post(partial(self._dismiss, peer, targets))
-            log.info("decode worker %s left", peer)
+            ending.close()
 
     def _accept(self, peer: str, targets: Sequence[int]) -> None:
         for source in self._ranks:

@@ -8,14 +8,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
-from collections.abc import Iterator
 from pathlib import Path
-
-import uvicorn
-from fastapi import FastAPI
 
 from twinpool.config import Config
 from twinpool.errors import ConfigError
@@ -32,6 +26,7 @@ from twinpool.router.discovery import Resolve, make_discovery, resolve_all
 from twinpool.router.estimate_metrics import EstimateMetrics
 from twinpool.router.flow import FlowContext
 from twinpool.router.grpc_service import INFERENCE, INFO, InferenceServicer, InfoServicer
+from twinpool.router.http_server import HttpServer
 from twinpool.router.http_service import HttpService
 from twinpool.router.intake import Intake
 from twinpool.router.journal import Journal
@@ -42,8 +37,8 @@ from twinpool.router.telemetry import make_exporter
 from twinpool.router.text import ModelText
 from twinpool.router.trace import TraceBook
 from twinpool.router.worker_metrics import WorkerMetrics
-from twinpool.rpc import RpcServer, Servicer
-from twinpool.tls import ServerTls, internal_server, public_server
+from twinpool.rpc import Keepalive, RpcServer, Servicer
+from twinpool.tls import internal_server, public_server
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +96,9 @@ class Router:
         ]
         app = HttpService(config.router, intake, registry, admission, text, metrics, keys).app
         tls = public_server(config.tls)
-        http = HttpServer(app, config.router.host, config.router.http_port, tls)
+        section = config.router
+        keepalive = Keepalive(section.keepalive_s, section.keepalive_timeout_s, section.opening_timeout_s)
+        http = HttpServer(app, section.host, section.http_port, tls, keepalive)
         try:
             rpc = await RpcServer.start(
                 config.router.host,
@@ -110,6 +107,7 @@ class Router:
                 tls=tls,
                 health_port=config.router.health_port,
                 authenticate=keys.authenticate if keys.required else None,
+                keepalive=keepalive,
             )
         except ConfigError:
             await http.stop()
@@ -179,62 +177,3 @@ async def _start_admin(config: Config, registry: Registry) -> RpcServer | None:
     server = await RpcServer.start("127.0.0.1", config.router.admin_port, services, token, tls)
     await server.set_serving(ADMIN, True)
     return server
-
-
-class HttpServer:
-    """uvicorn inside the router's loop: binds at once, serves from ``start`` to ``stop``."""
-
-    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None) -> None:
-        """Binds ``host:port``; 0 picks a free port.
-
-        Raises:
-            ConfigError: the address cannot be bound, or a TLS file is missing or wrong.
-        """
-        context = None if tls is None else tls.http_context()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else every answer that is more than one
-        # packet, and every event of a stream, may wait 40 ms for the client's delayed acknowledgement.
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"cannot listen on {host}:{port} (router.http_port): {error.strerror}; "
-                "stop the other program or choose another port"
-            ) from error
-        self.port: int = self._socket.getsockname()[1]
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
-        )
-        settings.load()
-        settings.ssl = context  # its own context would not follow the files
-        self._server = _Server(settings)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Serves in a task of its own."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-
-    async def stop(self) -> None:
-        """Stops accepting, closes connections. Idempotent."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-        self._socket.close()
-
-
-class _Server(uvicorn.Server):
-    """Signals belong to the router, not to uvicorn."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

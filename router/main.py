@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from pathlib import Path
 
@@ -19,7 +20,14 @@ def run(config: Config, model_folder: Path) -> int:
     Raises:
         ConfigError: a port is in use, or the model folder is unusable; nothing was started.
     """
+    _allow_files()
     return asyncio.run(_serve(config, model_folder))
+
+
+def _allow_files() -> None:
+    """A connection is an open file: takes as many as the system lets this process have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(config: Config, model_folder: Path) -> int:

@@ -100,6 +100,15 @@ class RouterSection(Section):
         description="admin.v1 on 127.0.0.1, for holders of session.token; None opens none (`twinpool up`: takes 8101, "
         "or a free port where that is in use or grpc_port is 0), 0 picks a free one",
     )
+    keepalive_s: float = Field(
+        30.0, gt=0, description="a client's connection is asked for a sign of life after so much silence"
+    )
+    keepalive_timeout_s: float = Field(
+        10.0, gt=0, description="without a sign of life within this, the connection and its requests end"
+    )
+    opening_timeout_s: float = Field(
+        30.0, gt=0, description="a client's connection that has sent no request (HTTP) or no greeting (gRPC) is closed"
+    )
     disaggregate: Disaggregate = Field("auto", description="when prompts go to the prefill pool")
     pace_weight: float = Field(
         0.25,

@@ -39,13 +39,42 @@ MAX_REQUEST_BYTES = 8 * 1024 * 1024
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """What clients take in one message: the log probabilities of a long prompt come in one."""
 
-_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """What a connection must show of itself.
+
+    Args:
+        time_s: after so much silence the other end is asked for a sign of life.
+        timeout_s: without one within this, the connection is closed and its calls are cancelled.
+        opening_s: a new connection must be ready for requests within this.
+    """
+
+    time_s: float = 30.0
+    timeout_s: float = 10.0
+    opening_s: float = 30.0
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        """As options of a gRPC server or channel."""
+        return [
+            ("grpc.keepalive_time_ms", round(self.time_s * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.timeout_s * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+
+    @property
+    def server_options(self) -> list[tuple[str, int]]:
+        """As options of a gRPC server, which also asks connections without calls."""
+        return [
+            *self.options,
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.server_handshake_timeout_ms", round(self.opening_s * 1000)),
+        ]
+
+
+_KEEPALIVE = Keepalive()
 _SERVER_OPTIONS = [
-    *_OPTIONS,
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
@@ -53,7 +82,7 @@ _SERVER_OPTIONS = [
 ]
 # A worker that restarts is back in seconds; gRPC's default back-off of up to two minutes would hide it.
 _CHANNEL_OPTIONS = [
-    *_OPTIONS,
+    *_KEEPALIVE.options,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -98,6 +127,7 @@ class RpcServer:
         tls: ServerTls | None = None,
         health_port: int | None = None,
         authenticate: Authenticate | None = None,
+        keepalive: Keepalive = _KEEPALIVE,
     ) -> RpcServer:
         """Binds ``host:port`` (0 picks a free port) and serves.
 
@@ -110,7 +140,8 @@ class RpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
         if authenticate := authenticate or cluster_token(token):
             interceptors.append(Doorkeeper(authenticate))
-        server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+        options = [*_SERVER_OPTIONS, *keepalive.server_options]
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         for servicer in servicers:
@@ -121,7 +152,7 @@ class RpcServer:
         servers = [server]
         probed = None
         if health_port is not None:
-            servers.append(grpc.aio.server(options=_SERVER_OPTIONS))
+            servers.append(grpc.aio.server(options=options))
             health_pb2_grpc.add_HealthServicer_to_server(health_servicer, servers[1])
             probed = _bind(servers[1], host, health_port, None)
         for name in names:

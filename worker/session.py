@@ -6,12 +6,14 @@ Life cycle of a session:
 2. Welcome describes the worker; from then on a report goes out every report interval.
 3. Submit and Cancel become engine commands; outputs come back through the session's mailbox.
 4. The session ends when the stream does or when the router is silent for ``dead_after_s``: all its attempts are
-   cancelled, so blocks, holds and exchanges of a router that is gone are free within a step.
+   cancelled, so blocks, holds and exchanges of a router that is gone are free within a step. That waits for no
+   response: one that a router on a half-open connection does not take stays in gRPC until keepalive ends the call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import re
@@ -108,20 +110,23 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             )
         origin = next(self._origins)
         outbox: Outbox[worker_pb2.SessionResponse] = Outbox()
+        ending = contextlib.ExitStack()  # closed once, by the reader's end or by the stream's
+        ending.callback(log.info, "router %s left", router_id)
         mailbox = self._fan.open(origin, outbox)
+        ending.callback(self._attempts.cancel_origin, origin)
+        ending.callback(self._fan.close, origin)
         outbox.put_control(worker_pb2.SessionResponse(welcome=worker_pb2.Welcome(info=self._attempts.info())))
         log.info("router %s joined", router_id)
         reader = asyncio.create_task(_Reader(self._attempts, self._section, origin, mailbox).run(request_iterator))
+        reader.add_done_callback(lambda _: ending.close())
         reporter = asyncio.create_task(self._report(outbox))
+        ending.callback(reporter.cancel)
+        ending.callback(reader.cancel)
         try:
             async for response in outbox:
                 yield response
         finally:
-            reader.cancel()
-            reporter.cancel()
-            self._fan.close(origin)
-            self._attempts.cancel_origin(origin)
-            log.info("router %s left", router_id)
+            ending.close()
 
     async def _report(self, outbox: Outbox[worker_pb2.SessionResponse]) -> None:
         while True:

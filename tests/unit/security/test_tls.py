@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from twinpool.config import Config, TlsSection
 from twinpool.errors import ConfigError
 from twinpool.proto import worker_pb2, worker_pb2_grpc
-from twinpool.router.app import HttpServer
-from twinpool.rpc import RpcServer, Servicer, channel
+from twinpool.router.http_server import HttpServer
+from twinpool.rpc import Keepalive, RpcServer, Servicer, channel
 from twinpool.tls import ClientTls, ServerTls, client_tls, internal_client, internal_server, public_server
 
 pytestmark = needs_openssl()
@@ -104,7 +104,7 @@ async def test_certificates_rotate_without_a_restart(authority: Authority, tmp_p
     key.write_bytes(first.key.read_bytes())
     tls = ServerTls(str(cert), str(key))
     server = await start(tls)
-    http = HttpServer(answer, "127.0.0.1", 0, tls)  # type: ignore[arg-type]
+    http = HttpServer(answer, "127.0.0.1", 0, tls, Keepalive())
     http.start()
     old, new = ClientTls(str(authority.ca)), ClientTls(str(tmp_path / "next" / "next.pem"))
     try:
