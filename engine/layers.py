@@ -223,7 +223,7 @@ class Attention:
         """``[T, hidden] -> [T, hidden]``; writes this layer's KV of the step."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._head_dim)
-        query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        query_key, value = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self._query_norm is not None and self._key_norm is not None:
             parts = self._query_norm(query_key[:, :heads]), self._key_norm(query_key[:, heads:])
             query_key = torch.cat(parts, dim=1)
@@ -231,7 +231,7 @@ class Attention:
         query_key = self._kernels.rotary_write(
             query_key, value, cos, sin, step.kv, self._layer, step.batch.attention.slot_mapping
         )
-        query, key = query_key[:, :heads], query_key[:, heads:]
+        query, key = query_key.split_with_sizes((heads, kv_heads), 1)
         attended = step.attend(
             query, key, value, step.kv, self._layer, scale=self._scale, window=self._window, soft_cap=None
         )

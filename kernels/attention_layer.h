@@ -5,7 +5,7 @@
 
 #include "vectors.h"
 
-INLINE int64_t padded(int64_t dim) { return (dim + 2 * W - 1) / (2 * W) * 2 * W; }
+INLINE int64_t padded(int64_t count) { return (count + 2 * W - 1) / (2 * W) * 2 * W; }
 
 // A step's requests; offsets in values. Filled by native.py, in this order.
 struct Batch {
@@ -43,7 +43,7 @@ struct Layer {
     using Weight = std::conditional_t<PER_UNIT<T> == 2, bf16, float>;
 
     // Turns ``scores`` of keys [first, first + count) into weights of a row at ``position``, in their place; those that it
-    // does not see get 0. ``count`` is rounded up to W. Updates maximum and sum; returns what the row's output so far is
+    // does not see get 0. ``count`` is rounded up to 2 · W. Updates maximum and sum; returns what the row's output so far is
     // scaled by.
     INLINE float weigh(float* scores, int64_t first, int64_t count, int64_t position, float& most, float& total) const {
         Weight* weights = (Weight*)scores;
@@ -51,28 +51,29 @@ struct Layer {
         if (soft_cap)
             for (int64_t i = 0; i < count; i += W) {
                 // tanh x = 1 - 2 / (e^2x + 1)
-                vf e = exponential(load(scores + i) * (2.0f * scale / soft_cap));
+                vf e = exponential(load(scores + i) * (2.0f * scale / soft_cap), scores);
                 store(scores + i, soft_cap - 2.0f * soft_cap / (e + 1.0f));
             }
         for (int64_t i = 0; i < std::min(low, count); i++) scores[i] = -INFINITY;
-        for (int64_t i = std::max<int64_t>(high, 0); i < (count + W - 1) / W * W; i++) scores[i] = -INFINITY;
+        count = padded(count);
+        for (int64_t i = std::max<int64_t>(high, 0); i < count; i++) scores[i] = -INFINITY;
         // What scores are still to be multiplied by, a positive number. Weights are powers of two: e^x = 2^(x · log2 e).
         float factor = 1.44269504088896341f * (soft_cap ? 1.0f : scale);
-        vf maxima = splat(-INFINITY);
-        for (int64_t i = 0; i < count; i += W) maxima = max(maxima, load(scores + i));
-        float now = std::max(most, largest(maxima) * factor);
+        vf maxima[2] = {splat(-INFINITY), splat(-INFINITY)}, sums_of[2] = {};
+        for (int64_t i = 0; i < count; i += 2 * W)
+            UNROLL for (int j = 0; j < 2; j++) maxima[j] = max(maxima[j], load(scores + i + j * W));
+        float now = std::max(most, largest(max(maxima[0], maxima[1])) * factor);
         if (now == -INFINITY) {
             for (int64_t i = 0; i < count; i += W) store(weights + i, vf{});
             return 1.0f;
         }
-        vf sum_of = {};
-        for (int64_t i = 0; i < count; i += W) {
-            vf p = power_of_two(load(scores + i) * factor - now, weights);
-            store(weights + i, p);
-            sum_of += p;
+        for (int64_t i = 0; i < count; i += 2 * W) {
+            vf p[2];
+            UNROLL for (int j = 0; j < 2; j++) p[j] = power_of_two(load(scores + i + j * W) * factor - now, weights);
+            UNROLL for (int j = 0; j < 2; j++) store(weights + i + j * W, p[j]), sums_of[j] += p[j];
         }
         float shrink = most == now ? 1.0f : power_of_two(splat(most - now), scores)[0];
-        most = now, total = total * shrink + sum(sum_of);
+        most = now, total = total * shrink + sum(sums_of[0] + sums_of[1]);
         return shrink;
     }
 };

@@ -215,6 +215,7 @@ struct DecodeTask {
                 const T* from = values + i * dim + d + c * 2 * W;
                 int64_t left = N == 1 ? dim - d : 2 * W;
                 vu first = load_units(from, left), second = count == 2 ? load_units(from + dim, left) : vu{};
+                in_register(first), in_register(second);
                 vu even = (first & ~HIGH) | second << 16, odd = first >> 16 | (second & HIGH);
                 UNROLL for (int r = 0; r < R; r++) {
                     acc[r][2 * c] = add_product(acc[r][2 * c], weight[r], even);
@@ -262,7 +263,7 @@ struct DecodeTask {
     }
 
     INLINE static void fetch(const T* p, int64_t count) {
-        UNROLL for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i);
+        for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i);
     }
 
     // Calls f(std::integral_constant<int, part>): both vectors of float32 at a time would not fit the registers.

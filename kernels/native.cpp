@@ -22,9 +22,9 @@ void attend_as(const Batch& batch, const void* query, int64_t query_stride, cons
 template <class T>
 void gated_as(const void* x, int64_t rows, int64_t n, void* y, int gelu, int threads) {
     if (gelu)
-        gated((const T*)x, rows, n, (T*)y, threads, [](vf v) { return gelu_tanh(v); });
+        gated((const T*)x, rows, n, (T*)y, threads, [](vf v) { return gelu_tanh(v, (const T*)nullptr); });
     else
-        gated((const T*)x, rows, n, (T*)y, threads, [](vf v) { return silu(v); });
+        gated((const T*)x, rows, n, (T*)y, threads, [](vf v) { return silu(v, (const T*)nullptr); });
 }
 
 }  // namespace

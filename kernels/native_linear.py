@@ -6,16 +6,18 @@ milliseconds at load, and a layer keeps the packed weights of the winners only. 
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Sequence
 
 import torch
 
+from twinpool.kernels.arena import Arena
 from twinpool.kernels.interface import Linear
 from twinpool.kernels.native_library import NativeLibrary
 from twinpool.kernels.onednn import OneDnnLinear, can_prepack
 
-ROWS = (1, 4, 16, 64, 256)
+ROWS = (1, 4, 16, 64, 256, 512)
 """Numbers of rows that are timed. A batch takes the winner of the next one that is not smaller, or of the last."""
 
 
@@ -25,43 +27,58 @@ class LinearChoice:
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self._library = library
         self._threads = threads
+        self._arena = Arena()
         self._winners: dict[torch.Size, tuple[int, ...]] = {}
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A layer for ``weight`` [out, in], bfloat16, on CPU."""
-        ours = NativeLinear(self._library, weight, bias, self._threads)
+
+        def ours() -> Linear:
+            return NativeLinear(self._library, weight, bias, self._threads, self._arena)
+
+        def onednn() -> Linear:
+            return OneDnnLinear(weight, bias, widen=False)
+
         if not can_prepack(weight):
-            return ours
-        candidates: list[Linear] = [ours, OneDnnLinear(weight, bias, widen=False)]
+            return ours()
+        makers = (ours, onednn)
         winners = self._winners.get(weight.shape)
+        layers = {i: makers[i]() for i in (range(len(makers)) if winners is None else set(winners))}
         if winners is None:
-            winners = self._winners[weight.shape] = fastest(candidates, weight.shape[1])
-        return RowsLinear([candidates[winner] for winner in winners])
+            winners = self._winners[weight.shape] = fastest(list(layers.values()), weight.shape[1])
+        if len(set(winners)) == 1:
+            return layers[winners[0]]
+        return RowsLinear([layers[winner] for winner in winners])
 
 
 class NativeLinear:
     """``x @ weight.T + bias``; keeps the packed weight."""
 
-    def __init__(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, threads: int) -> None:
+    def __init__(
+        self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, arena: Arena
+    ) -> None:
         self._library = library
         self._threads = threads
         self._columns, self._depth = weight.shape
         self._bias = None if bias is None else bias.contiguous()
-        self._tiles = pack(weight, library.width, paired=library.paired)
+        self._tiles = arena.keep(pack(weight, library.width, paired=library.paired))
+        # Constant arguments, looked up once.
+        self._pointers = self._tiles.data_ptr(), None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, in] -> [rows, out]``."""
         x = x.contiguous()
         rows = x.shape[0]
+        tiles, bias = self._pointers
         output = torch.empty((rows, self._columns), dtype=torch.bfloat16)
         # Sixteen products take as long as a value elsewhere.
         self._library.functions(rows * self._depth * self._columns // 16).linear(
             x.data_ptr(),
             rows,
             self._depth,
-            self._tiles.data_ptr(),
+            tiles,
             self._columns,
-            None if self._bias is None else self._bias.data_ptr(),
+            bias,
             output.data_ptr(),
             self._threads,
         )
@@ -78,8 +95,8 @@ def pack(weight: torch.Tensor, width: int, *, paired: bool) -> torch.Tensor:
     tiles = -(-columns // (2 * width))
     padded = torch.nn.functional.pad(weight, (0, depth % 2 if paired else 0, 0, tiles * 2 * width - columns))
     if paired:
-        return padded.view(tiles, 2, width, -1, 2).permute(0, 3, 1, 2, 4).contiguous()
-    return padded.view(tiles, 2, width, depth).permute(0, 3, 2, 1).contiguous()
+        return padded.view(tiles, 2, width, -1, 2).permute(0, 3, 1, 2, 4)
+    return padded.view(tiles, 2, width, depth).permute(0, 3, 2, 1)
 
 
 class RowsLinear:
@@ -87,13 +104,11 @@ class RowsLinear:
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         """``layers[i]`` is for batches up to ``ROWS[i]``, the last one for all above."""
-        self._layers = tuple(layers)
+        self._layers = (*layers, layers[-1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, in] -> [rows, out]``."""
-        rows = x.shape[0]
-        layer = next((layer for most, layer in zip(ROWS, self._layers, strict=True) if rows <= most), self._layers[-1])
-        return layer(x)
+        return self._layers[bisect.bisect_left(ROWS, x.shape[0])](x)
 
 
 def fastest(candidates: Sequence[Linear], depth: int) -> tuple[int, ...]:

@@ -61,6 +61,13 @@ constexpr int PER_UNIT = std::is_same_v<Unit<T>, float> ? 1 : 2;
 template <class T>
 using Units = std::conditional_t<PER_UNIT<T> == 1, vf, vu>;
 
+// Keeps the compiler from loading ``x`` again for each use.
+INLINE void in_register([[maybe_unused]] vu& x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#endif
+}
+
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu splat(uint32_t x) { return x - vu{}; }
 #if defined(__AVX512F__)
@@ -275,7 +282,7 @@ INLINE void transpose(V (&rows)[W]) {
 
 // e^x within 2 units in the last place; 0 below -87, the largest result is e^88. Range reduction and polynomial are
 // those of Cephes' expf (Moshier, 1992): x = n · ln 2 + r, e^r by a polynomial, times 2^n through the exponent.
-INLINE vf exponential(vf x) {
+INLINE vf exponential(vf x, const float*) {
     vf bounded = min(splat(88.0f), max(splat(-87.0f), x));  // NaN passes
     vf n = bounded * 1.44269504088896341f + 12582912.0f;  // adding 1.5 · 2^23 rounds to an integer
     vi exponent = ((vi)n - 0x4b400000 + 127) << 23;
@@ -309,9 +316,11 @@ INLINE vf power_of_two(vf x, const float*) {
     return bounded <= -126.0f ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
 }
 
-// The same for a result that is kept as bfloat16: within 2^-13, by a polynomial of degree 3 on [0, 1).
-INLINE vf power_of_two(vf x, [[maybe_unused]] const bf16* as) {
+INLINE vf reciprocal(vf x, const float*) { return 1.0f / x; }
+
+// The same for results that are kept as bfloat16: within 2^-13, by a polynomial of degree 3 on [0, 1).
 #if defined(__AVX512F__)
+INLINE vf power_of_two(vf x, const bf16*) {
     constexpr int FLOOR = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
     vf r = (vf)_mm512_reduce_ps((__m512)x, FLOOR);  // x - floor(x)
     vf p = splat(0.0780242756f);
@@ -319,7 +328,11 @@ INLINE vf power_of_two(vf x, [[maybe_unused]] const bf16* as) {
     p = p * r + 0.695833623f;
     p = p * r + 0.999925196f;
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // p · 2^floor(x)
-#else
-    return power_of_two(x, (const float*)as);
-#endif
 }
+INLINE vf exponential(vf x, const bf16* as) { return power_of_two(x * 1.44269504088896341f, as); }
+INLINE vf reciprocal(vf x, const bf16*) { return (vf)_mm512_rcp14_ps((__m512)x); }
+#else
+INLINE vf power_of_two(vf x, const bf16*) { return power_of_two(x, (const float*)nullptr); }
+INLINE vf exponential(vf x, const bf16*) { return exponential(x, (const float*)nullptr); }
+INLINE vf reciprocal(vf x, const bf16*) { return 1.0f / x; }
+#endif

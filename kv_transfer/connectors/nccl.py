@@ -38,6 +38,7 @@ from twinpool.kv_transfer.connectors.pair_messages import (
     decode,
     encode,
 )
+from twinpool.kv_transfer.connectors.region import zeroed_region
 
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 2.0
@@ -78,7 +79,7 @@ class NcclConnector:
         if device.type == "cuda":
             tame_nccl()
             self._device = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
-        self._region = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._region = zeroed_region(num_bytes, device)
         return self._region
 
     def metadata(self) -> bytes:

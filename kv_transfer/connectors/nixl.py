@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Read, ReadState, Send, check_ranges
+from twinpool.kv_transfer.connectors.region import zeroed_region
 from twinpool.kv_transfer.connectors.slices import slice_ranges
 from twinpool.kv_transfer.connectors.ucx import ProtocolLog, UcxSettings, protocol_log
 
@@ -116,7 +117,7 @@ class NixlConnector:
         """Allocates the region, zeroed, and registers it. Raises ConnectorError if UCX cannot register it."""
         if self._region is not None:
             raise ConnectorError("the region is already allocated")
-        region = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        region = zeroed_region(num_bytes, device)
         try:
             _Memory.of(region).register(self._agent)
         except NIXL_ERRORS as error:

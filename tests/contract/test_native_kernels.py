@@ -9,6 +9,7 @@ from kernel_cases import AttentionCase, ExpertCase, check_attention, check_exper
 
 from twinpool.cache import cache_folder
 from twinpool.kernels import native_linear
+from twinpool.kernels.arena import Arena
 from twinpool.kernels.native import DTYPES, NativeKernels
 from twinpool.kernels.native_library import Level, load_library
 from twinpool.kernels.native_linear import ROWS, NativeLinear, RowsLinear, fastest
@@ -80,7 +81,7 @@ def test_linear(kernels: NativeKernels, rows: int, columns: int, depth: int) -> 
     x = randn(rows, depth, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
     for threads in (1, 3):
-        actual = NativeLinear(kernels._library, weight, bias, threads)(x)
+        actual = NativeLinear(kernels._library, weight, bias, threads, Arena())(x)
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3 * depth**0.5)
 
 
@@ -97,9 +98,9 @@ def test_rows_choose_the_faster_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def many(x: torch.Tensor) -> torch.Tensor:
         return x + 2
 
-    monkeypatch.setattr(native_linear, "_seconds", lambda layer, x: abs(x.shape[0] - (1 if layer is few else 256)))
+    monkeypatch.setattr(native_linear, "_seconds", lambda layer, x: abs(x.shape[0] - (1 if layer is few else 512)))
     winners = fastest([many, few], 4)
-    assert winners == (1, 1, 1, 1, 0)
+    assert winners == (1, 1, 1, 1, 1, 0)
     chosen = RowsLinear([[many, few][winner] for winner in winners])
-    assert [int(chosen(torch.zeros(rows, 4))[0, 0]) for rows in (1, 2, 64, 65, 256, 5000)] == [1, 1, 1, 2, 2, 2]
+    assert [int(chosen(torch.zeros(rows, 4))[0, 0]) for rows in (1, 2, 256, 257, 512, 5000)] == [1, 1, 1, 2, 2, 2]
     assert len(ROWS) == len(winners)

@@ -21,8 +21,8 @@ ALLOWED = {
     | {"twinpool.block_hash", "twinpool.logs", "twinpool.engine", "twinpool.kv_transfer", "twinpool.proto"},
     "prefill_worker": ROLE,
     "decode_worker": ROLE,
-    "kv_transfer": set(),
-    "kernels": {"twinpool.cache"},
+    "kv_transfer": {"twinpool.huge_pages"},
+    "kernels": {"twinpool.cache", "twinpool.huge_pages"},
 }
 # Third-party package -> the only folders (or files) that may import it.
 CONFINED = {
