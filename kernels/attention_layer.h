@@ -51,7 +51,7 @@ struct Layer {
         if (soft_cap)
             for (int64_t i = 0; i < count; i += W) {
                 // tanh x = 1 - 2 / (e^2x + 1)
-                vf e = exponential(load(scores + i) * (2.0f * scale / soft_cap), scores);
+                vf e = exponential(load(scores + i) * (2.0f * scale / soft_cap));
                 store(scores + i, soft_cap - 2.0f * soft_cap / (e + 1.0f));
             }
         for (int64_t i = 0; i < std::min(low, count); i++) scores[i] = -INFINITY;

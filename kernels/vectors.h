@@ -282,7 +282,7 @@ INLINE void transpose(V (&rows)[W]) {
 
 // e^x within 2 units in the last place; 0 below -87, the largest result is e^88. Range reduction and polynomial are
 // those of Cephes' expf (Moshier, 1992): x = n · ln 2 + r, e^r by a polynomial, times 2^n through the exponent.
-INLINE vf exponential(vf x, const float*) {
+INLINE vf exponential(vf x) {
     vf bounded = min(splat(88.0f), max(splat(-87.0f), x));  // NaN passes
     vf n = bounded * 1.44269504088896341f + 12582912.0f;  // adding 1.5 · 2^23 rounds to an integer
     vi exponent = ((vi)n - 0x4b400000 + 127) << 23;
@@ -316,6 +316,7 @@ INLINE vf power_of_two(vf x, const float*) {
     return bounded <= -126.0f ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
 }
 
+INLINE vf exponential(vf x, const float*) { return exponential(x); }
 INLINE vf reciprocal(vf x, const float*) { return 1.0f / x; }
 
 // The same for results that are kept as bfloat16: within 2^-13, by a polynomial of degree 3 on [0, 1).
@@ -333,6 +334,6 @@ INLINE vf exponential(vf x, const bf16* as) { return power_of_two(x * 1.44269504
 INLINE vf reciprocal(vf x, const bf16*) { return (vf)_mm512_rcp14_ps((__m512)x); }
 #else
 INLINE vf power_of_two(vf x, const bf16*) { return power_of_two(x, (const float*)nullptr); }
-INLINE vf exponential(vf x, const bf16*) { return exponential(x, (const float*)nullptr); }
+INLINE vf exponential(vf x, const bf16*) { return exponential(x); }
 INLINE vf reciprocal(vf x, const bf16*) { return 1.0f / x; }
 #endif
