@@ -35,7 +35,7 @@ from twinpool.engine.rank import Rank
 from twinpool.engine.rank_step import RankStep
 from twinpool.engine.request import TokenLogprob
 from twinpool.engine.runner import await_event
-from twinpool.engine.shard import Shard, load_shard
+from twinpool.engine.shard import Shard, StepSizes, load_shard
 from twinpool.kernels.choice import KernelName
 from twinpool.kv_transfer.layout import KVLayout
 
@@ -285,6 +285,7 @@ def build_executor(
     kv_memory_bytes: int | None = None,
     max_model_len: int | None = None,
     kernels: KernelName = "auto",
+    tuned_for: StepSizes | None = None,
     progress: Progress | None = None,
     followers: Followers | None = None,
 ) -> BuiltExecutor:
@@ -309,6 +310,7 @@ def build_executor(
         block_size=block_size,
         parallel=followers.parallel,
         kernels=kernels,
+        tuned_for=tuned_for,
         progress=progress,
     )
     num_blocks = followers.agree(shard.fitting_blocks(num_blocks, kv_memory_bytes))

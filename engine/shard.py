@@ -26,10 +26,44 @@ from twinpool.engine.rank import Rank
 from twinpool.engine.runner import ModelRunner
 from twinpool.kernels.choice import KernelName, kernels_for
 from twinpool.kernels.native_library import NativeUnavailable
+from twinpool.kernels.tiles import AttentionWorkload
 from twinpool.kv_transfer.layout import DTYPES, KVLayout, RankLayout
 
 CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85
+TUNED_CONTEXT = 4096
+TUNED_KV_BYTES = 512 << 20
+"""Keys of a request, and KV of a batch, on which attention is timed at most: more than any cache of a GPU holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Steps that a worker is configured for; attention's tiles are timed on them. Without a length, the model's."""
+
+    max_num_seqs: int
+    prefill_chunk: int
+    max_model_len: int | None
+
+    def workload(
+        self, config: ModelConfig, parallel: ParallelContext, block_size: int, dtype: str
+    ) -> AttentionWorkload:
+        """What attention of a rank does in them."""
+        heads = parallel.shard(config.num_heads, "number of attention heads")
+        kv_heads = parallel.kv_heads(config.num_kv_heads)
+        windows = config.windows[slice(*parallel.layers(config.num_layers))]
+        token_bytes = 2 * (kv_heads[1] - kv_heads[0]) * config.head_dim * DTYPES[dtype].itemsize
+        fitting = max(block_size, TUNED_KV_BYTES // (self.max_num_seqs * token_bytes))
+        return AttentionWorkload(
+            heads=heads[1] - heads[0],
+            kv_heads=kv_heads[1] - kv_heads[0],
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            window=None if None in windows else max(window for window in windows if window is not None),
+            batch=self.max_num_seqs,
+            context=min(self.max_model_len or config.max_position_embeddings, TUNED_CONTEXT, fitting),
+            chunk=self.prefill_chunk,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +125,14 @@ def load_shard(
     block_size: int,
     parallel: ParallelContext,
     kernels: KernelName = "auto",
+    tuned_for: StepSizes | None = None,
     progress: Progress | None = None,
 ) -> Shard:
     """Loads what ``parallel`` says of a model.
 
     ``dtype`` is a name of ``kv_transfer.layout.DTYPES`` or "auto" (the checkpoint's). ``kernels`` is explained at
-    ``kernels_for``; they use as many threads as torch does now.
+    ``kernels_for``; they use as many threads as torch does now. ``tuned_for`` has attention's tiles timed on a GPU,
+    unless they are known.
 
     Raises:
         UnsupportedModel: see ``ModelConfig.from_hf`` and ``loader.load``; or the model cannot be cut like this; or the
@@ -113,7 +149,8 @@ def load_shard(
     rank_layout = RankLayout(layout, *parallel.layers(config.num_layers), *parallel.kv_heads(config.num_kv_heads))
     family = FAMILIES[config.architecture]
     try:
-        operators = kernels_for(kernels, device, DTYPES[name], torch.get_num_threads())
+        workload = None if tuned_for is None else tuned_for.workload(config, parallel, block_size, name)
+        operators = kernels_for(kernels, device, DTYPES[name], torch.get_num_threads(), workload)
     except NativeUnavailable as error:
         raise UnsupportedModel(f"model.kernels is {kernels}: {error}") from error
     except ImportError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from twinpool.kernels.model_shapes import MODELS, batch_of, run_layer, run_sampling
+from twinpool.kernels.paged_attention import decode_rows
 from twinpool.kernels.row_sampling import RowSampler
+from twinpool.kernels.tiles import Tiles, decode_candidates, prefill_candidates
 from twinpool.kernels.triton_kernels import TritonKernels
 
 ARCHITECTURES = (80, 90, 100)
@@ -125,6 +128,8 @@ class Recorder:
         self.variants[variant] = None
 
 
+CANDIDATES = 4
+"""Most candidates that a kernel has."""
 UNSPLIT = ("Llama-3.2-1B", "Llama-3.1-8B", "Gemma-3-4B")
 """Shapes that are compiled for batches large enough not to split keys, one per head size."""
 HALF_PRECISION = ("SmolLM2-135M", "Llama-3.1-8B", "Gemma-2-9B")
@@ -132,12 +137,18 @@ HALF_PRECISION = ("SmolLM2-135M", "Llama-3.1-8B", "Gemma-2-9B")
 
 
 def variants() -> list[Variant]:
-    """What the families launch: decode alone, beside prompts and drafts, in large batches; prefill; sampling."""
+    """What the families launch: decode alone, beside prompts and drafts, in large batches; prefill; sampling.
+
+    Attention in all tiles among which ``tile_tuning`` chooses.
+    """
     recorder = Recorder()
     meta = torch.device("meta")
-    kernels = TritonKernels(processors=132, launch=recorder)
-    for shape in MODELS:
-        steps = [([1] * 2, 8000), ([1, 5, 1100], 8000)]
+    for shape, number in itertools.product(MODELS, range(CANDIDATES)):
+        group, dim = shape.heads // shape.kv_heads, shape.head_dim
+        decodes, prefills = decode_candidates(decode_rows(1, group), dim, 2), prefill_candidates(group, dim, 2)
+        tiles = Tiles(decodes[min(number, len(decodes) - 1)], prefills[min(number, len(prefills) - 1)])
+        kernels = TritonKernels(processors=132, launch=recorder, tiles=tiles)
+        steps = [([1] * 2, 8000), ([1, 1100], 8000), ([1, 5, 1100], 8000)]
         if shape.name in UNSPLIT:
             steps.append(([1] * 640, 300))
         for lengths, context in steps:

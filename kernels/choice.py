@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 from typing import Literal
 
 import torch
@@ -14,24 +15,28 @@ from twinpool.kernels.native import DTYPES, NativeKernels
 from twinpool.kernels.native_library import Level, NativeUnavailable, load_library
 from twinpool.kernels.native_sampling import NativeSampling
 from twinpool.kernels.reference import ReferenceKernels
+from twinpool.kernels.tiles import DEFAULT_TILES, AttentionWorkload, Tiles, Tuning
 
 KernelName = Literal["auto", "reference", "native"]
 
 log = logging.getLogger(__name__)
 
 
-def kernels_for(name: KernelName, device: torch.device, dtype: torch.dtype, threads: int) -> Kernels:
+def kernels_for(
+    name: KernelName, device: torch.device, dtype: torch.dtype, threads: int, workload: AttentionWorkload | None = None
+) -> Kernels:
     """Kernels for a model in ``dtype`` on ``device``; the log says which ones, and why not faster ones.
 
     "auto" is Triton on CUDA devices; on CPU it is "native" (C++, compiled on first use, with ``threads`` threads) where
-    that works, else torch. Triton is imported only where it is used.
+    that works, else torch. Triton is imported only where it is used. With ``workload`` its attention takes tiles that
+    were timed on it, now or at an earlier start; None leaves the defaults.
 
     Raises:
         ImportError: a CUDA device without Triton; plain torch operators would be several times slower, unnoticed.
         NativeUnavailable: ``name`` is native and they cannot be compiled, or are not made for ``device`` or ``dtype``.
     """
     if name == "auto" and device.type == "cuda":
-        return _for_cuda(device)
+        return _for_cuda(device, workload)
     if name == "reference" or (name == "auto" and (device.type != "cpu" or dtype not in DTYPES)):
         log.info("kernels: reference (torch)")
         return ReferenceKernels(prepack=True)
@@ -48,12 +53,26 @@ def kernels_for(name: KernelName, device: torch.device, dtype: torch.dtype, thre
     return NativeKernels(library, threads=threads)
 
 
-def _for_cuda(device: torch.device) -> Kernels:
+def _for_cuda(device: torch.device, workload: AttentionWorkload | None) -> Kernels:
     if importlib.util.find_spec("triton") is None:
         raise ImportError(f"{device} needs Triton, which is not installed: pip install 'twinpool[gpu]'")
     from twinpool.kernels.triton_kernels import TritonKernels
 
-    return TritonKernels.on(device)
+    return TritonKernels.on(device, DEFAULT_TILES if workload is None else _tiles_for(device, workload))
+
+
+def _tiles_for(device: torch.device, workload: AttentionWorkload) -> Tiles:
+    from twinpool.kernels.tile_cache import Environment, tuned_tiles
+    from twinpool.kernels.tile_tuning import tune_on
+
+    def tune() -> Tuning:
+        return tune_on(device, workload, time.monotonic)
+
+    try:
+        return tuned_tiles(workload, Environment.of(device), cache_folder(), tune)
+    except RuntimeError as error:  # torch and Triton have no narrower type; a worker can do without
+        log.warning("attention keeps its default tiles, timing others failed: %s", error)
+        return DEFAULT_TILES
 
 
 def device_sampling_for(device: torch.device) -> RowSampling | None:

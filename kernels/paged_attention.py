@@ -17,6 +17,7 @@ import torch
 from twinpool.kernels.host_copy import to_device
 from twinpool.kernels.interface import AttentionBatch
 from twinpool.kernels.launch import Launch
+from twinpool.kernels.tiles import Tiles, TileShape
 from twinpool.kernels.triton_attention import combine_kernel, decode_kernel, prefill_kernel
 
 MAX_DECODE_ROWS = 64
@@ -24,33 +25,8 @@ MAX_DECODE_ROWS = 64
 MAX_DECODE_QUERIES = 16
 """Queries of such a request; prompts have more."""
 MAX_SPLITS = 32
-PROGRAMS_PER_PROCESSOR = 4
-"""A decode program waits for memory most of the time; this many share a processor's shared memory."""
 KEYS_PER_SPLIT = 256
 """Fewer are not worth a program of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """``rows`` (query, head) pairs by ``keys`` of a program; warps and pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def decode_shape(rows: int, dim: int, itemsize: int) -> TileShape:
-    """Tile of the decode kernel for padded head size ``dim``; see the table in docs/performance.md."""
-    keys = 32 if dim >= 256 or itemsize == 4 else 64
-    return TileShape(rows, keys, 8 if rows * dim >= 8192 else 4, 2 if dim >= 256 else 3)
-
-
-def prefill_shape(dim: int, itemsize: int) -> TileShape:
-    """Tile of the prefill kernel: what fits shared memory and registers of all targets without spills."""
-    if itemsize == 4:
-        return TileShape(32, 32, 4, 2)
-    return TileShape(64, 32, 8, 2) if dim >= 256 else TileShape(128, 64, 8, 3)
 
 
 def power_of_two(number: int) -> int:
@@ -76,11 +52,12 @@ class _Work:
 class PagedAttention:
     """Implements ``Attention``; see the module."""
 
-    def __init__(self, batch: AttentionBatch, kv: torch.Tensor, processors: int, launch: Launch) -> None:
+    def __init__(self, batch: AttentionBatch, kv: torch.Tensor, processors: int, launch: Launch, tiles: Tiles) -> None:
         self._batch = batch
         self._kv_shape = kv.shape
         self._processors = processors
         self._launch = launch
+        self._tiles = tiles
         self._work: dict[int, _Work] = {}
 
     def __call__(
@@ -101,9 +78,11 @@ class PagedAttention:
             query = query.contiguous()
         _, _, _, num_kv_heads, block_size, _ = self._kv_shape
         group = num_heads // num_kv_heads
+        dim = max(16, power_of_two(head_dim))
+        shape = self._tiles.of_prefill(group, dim, query.element_size())
         work = self._work.get(group)
         if work is None:
-            work = self._work[group] = self._divide(group, prefill_shape(power_of_two(head_dim), query.element_size()))
+            work = self._work[group] = self._divide(group, shape)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         shared: dict[str, Any] = {
             "query": query,
@@ -122,7 +101,7 @@ class PagedAttention:
             "num_kv_heads": num_kv_heads,
             "GROUP": group,
             "HEAD_DIM": head_dim,
-            "DIM": max(16, power_of_two(head_dim)),
+            "DIM": dim,
             "BLOCK_SIZE": block_size,
             "WINDOW": window is not None,
             "CAP": soft_cap is not None,
@@ -130,7 +109,6 @@ class PagedAttention:
         if work.num_decodes:
             self._decode(work, shared, window)
         if work.tiles is not None:
-            shape = prefill_shape(shared["DIM"], query.element_size())
             self._launch(
                 prefill_kernel,
                 (len(work.tiles), num_kv_heads),
@@ -146,9 +124,10 @@ class PagedAttention:
     def _decode(self, work: _Work, shared: dict[str, Any], window: int | None) -> None:
         query, head_dim, dim = shared["query"], shared["HEAD_DIM"], shared["DIM"]
         num_kv_heads, group = shared["num_kv_heads"], shared["GROUP"]
-        shape = decode_shape(max(16, power_of_two(work.num_queries * group)), dim, query.element_size())
+        shape = self._tiles.of_decode(decode_rows(work.num_queries, group), dim, query.element_size())
         longest = work.longest if window is None else min(work.longest, window + work.num_queries)
-        splits = num_splits(work.num_decodes * num_kv_heads, longest, self._processors)
+        wanted = self._tiles.programs_per_processor * self._processors
+        splits = num_splits(work.num_decodes * num_kv_heads, longest, wanted)
         items = work.num_decodes * work.num_queries
         places = (items, num_kv_heads * group, splits) if splits > 1 else (0, 0, 0)
         partials = torch.empty((*places, head_dim), dtype=torch.float32, device=query.device)
@@ -212,7 +191,11 @@ class PagedAttention:
         return _Work(num_decodes, members, queries, int(contexts[few].max(initial=0)), tiles)
 
 
-def num_splits(programs: int, longest: int, processors: int) -> int:
-    """Programs that share a request's keys: enough to keep processors busy, none with too few keys of ``longest``."""
-    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
-    return max(1, min(wanted, -(-longest // KEYS_PER_SPLIT), MAX_SPLITS))
+def decode_rows(num_queries: int, group: int) -> int:
+    """Rows of the decode kernel's tile for up to ``num_queries`` queries of a request."""
+    return max(16, power_of_two(power_of_two(num_queries) * group))
+
+
+def num_splits(programs: int, longest: int, wanted: int) -> int:
+    """Programs that share a request's keys: enough for ``wanted`` in all, none with too few keys of ``longest``."""
+    return max(1, min(-(-wanted // programs), -(-longest // KEYS_PER_SPLIT), MAX_SPLITS))

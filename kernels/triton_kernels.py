@@ -13,6 +13,7 @@ from twinpool.kernels.interface import Attention, AttentionBatch, Experts, Linea
 from twinpool.kernels.launch import Launch, launch
 from twinpool.kernels.paged_attention import PagedAttention, power_of_two
 from twinpool.kernels.reference import ReferenceKernels
+from twinpool.kernels.tiles import DEFAULT_TILES, Tiles
 from twinpool.kernels.triton_norm import rms_norm_kernel
 from twinpool.kernels.triton_pointwise import gated_kernel, rotary_write_kernel
 
@@ -25,16 +26,17 @@ COLUMNS_PER_PROGRAM = 1024
 class TritonKernels:
     """Implements ``Kernels``."""
 
-    def __init__(self, processors: int, launch: Launch = launch) -> None:
-        """``processors`` is the number of streaming multiprocessors to keep busy."""
+    def __init__(self, processors: int, launch: Launch = launch, tiles: Tiles = DEFAULT_TILES) -> None:
+        """``processors`` is the number of streaming multiprocessors to keep busy; ``tiles`` are attention's."""
         self._processors = processors
         self._launch = launch
+        self._tiles = tiles
         self._torch = ReferenceKernels(prepack=False)
 
     @classmethod
-    def on(cls, device: torch.device) -> TritonKernels:
+    def on(cls, device: torch.device, tiles: Tiles = DEFAULT_TILES) -> TritonKernels:
         """For a CUDA device."""
-        return cls(torch.cuda.get_device_properties(device).multi_processor_count)
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count, tiles=tiles)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``Kernels.linear``."""
@@ -151,4 +153,4 @@ class TritonKernels:
 
     def attention(self, batch: AttentionBatch, kv: torch.Tensor) -> Attention:
         """See ``Kernels.attention``."""
-        return PagedAttention(batch, kv, self._processors, self._launch)
+        return PagedAttention(batch, kv, self._processors, self._launch, self._tiles)

@@ -1,4 +1,4 @@
-"""The folder for what can be made again: the demo model, compiled kernels."""
+"""The folder for what can be made again: the demo model, compiled kernels, the tiles chosen for a GPU."""
 
 from __future__ import annotations
 

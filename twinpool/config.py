@@ -29,6 +29,9 @@ class ModelConfig(Section):
     kernels: Literal["auto", "reference", "native"] = Field(
         "auto", description="native: C++ for CPUs, compiled on first use; reference: torch; auto takes the faster"
     )
+    kernel_tuning: Literal["auto", "off"] = Field(
+        "auto", description="auto times attention's tiles at the first start on a kind of GPU; off takes the defaults"
+    )
     max_model_len: int | None = Field(None, gt=0, description="longest prompt plus answer; None takes the model's")
 
 

@@ -34,6 +34,7 @@ from twinpool.worker.rank_setup import (
     make_rank_connector,
     prepare_process,
     self_transfer,
+    tuned_for,
 )
 from twinpool.worker.rank_transfer import RankTransfer
 
@@ -84,6 +85,7 @@ def _start(start: Start, step: Channel, serving: RankTransfer, host: str | None)
         block_size=section.block_size,
         parallel=parallel,
         kernels=config.model.kernels,
+        tuned_for=tuned_for(config.model, section),
     )
     fitting = shard.fitting_blocks(section.num_blocks, kv_memory_bytes(section))
     step.send(Loaded(num_blocks=fitting).encode())

@@ -17,8 +17,9 @@ from functools import partial
 
 import torch
 
-from twinpool.config import Config, EngineSection, PoolSection
+from twinpool.config import Config, EngineSection, ModelConfig, PoolSection
 from twinpool.engine.memory import GIB
+from twinpool.engine.shard import StepSizes
 from twinpool.errors import ConfigError
 from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, ReadState
 from twinpool.kv_transfer.connectors.choose import make_connector
@@ -69,6 +70,13 @@ def make_rank_connector(config: Config, pool: PoolSection) -> Connector:
 def kv_memory_bytes(section: EngineSection) -> int | None:
     """Memory for KV of each rank as configured, or None."""
     return None if section.kv_memory_gib is None else int(section.kv_memory_gib * GIB)
+
+
+def tuned_for(model: ModelConfig, section: EngineSection) -> StepSizes | None:
+    """Steps on which attention is timed, or None where it keeps its defaults."""
+    if model.kernel_tuning == "off":
+        return None
+    return StepSizes(section.max_num_seqs, section.prefill_chunk, model.max_model_len)
 
 
 def self_transfer(connector: Connector, layout: RankLayout) -> None:

@@ -48,6 +48,7 @@ from twinpool.worker.rank_setup import (
     make_rank_connector,
     prepare_process,
     self_transfer,
+    tuned_for,
 )
 from twinpool.worker.ray_launcher import RayLauncher
 
@@ -136,6 +137,7 @@ def load_parts(
                 make_sampler=partial(Sampler, kernels=config.model.kernels),
                 max_model_len=config.model.max_model_len,
                 kernels=config.model.kernels,
+                tuned_for=tuned_for(config.model, section),
                 progress=progress,
                 followers=group,
             )

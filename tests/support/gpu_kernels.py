@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +24,8 @@ from triton.testing import do_bench
 
 from twinpool.kernels.reference import ReferenceKernels
 from twinpool.kernels.row_sampling import RowSampler
+from twinpool.kernels.tile_tuning import tune_on
+from twinpool.kernels.tiles import AttentionWorkload, Tuning
 from twinpool.kernels.triton_kernels import TritonKernels
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -183,10 +186,42 @@ def other_times(device: torch.device, rate: float) -> list[Row]:
     return rows
 
 
+WORKLOADS = {
+    "Llama-3.2-1B": AttentionWorkload(32, 8, 64, 16, "bfloat16", None, 64, 2048, 512),
+    "Llama-3.1-8B": AttentionWorkload(32, 8, 128, 16, "bfloat16", None, 64, 2048, 512),
+    "Qwen2.5-7B": AttentionWorkload(28, 4, 128, 16, "bfloat16", None, 64, 4096, 512),
+    "Gemma-3-4B": AttentionWorkload(8, 4, 256, 16, "bfloat16", None, 64, 2048, 512),
+}
+
+
+def tuned_rows(name: str, tuning: Tuning, seconds: float) -> list[Row]:
+    """The tiles that were chosen, what they gained over the defaults, and how long it took to find out."""
+    rows = []
+    for kernel, (default, best) in tuning.milliseconds.items():
+        shape = tuning.tiles.decode if kernel == "decode" else tuning.tiles.prefill
+        tile = f"{shape.rows} × {shape.keys}, {shape.warps} warps, {shape.stages} stages"
+        splits = f", {tuning.tiles.programs_per_processor} programs per processor" * (kernel == "decode")
+        result = f"{tile}{splits}: {best:.3f} ms; default {default:.3f} ({default / best:.2f} times)"
+        rows.append(Row(f"{kernel} tile", name, result, None, {"ms": best, "default_ms": default}))
+    figures = {"seconds": seconds}
+    return [*rows, Row("tuning, kernels compiled", name, f"{seconds:.1f} s", tuning.whole, figures)]
+
+
+def tuned(device: torch.device) -> list[Row]:
+    """Attention's tiles as a worker would choose them at its first start, for one model of each head size and group."""
+    rows = []
+    for name, work in WORKLOADS.items():
+        began = time.perf_counter()
+        tuning = tune_on(device, work, time.monotonic)
+        rows += tuned_rows(name, tuning, time.perf_counter() - began)
+    return rows
+
+
 def times(device: torch.device) -> list[Row]:
     """All of the above; each part alone, should one fail."""
     rate = bandwidth(device)
     rows = [Row("copy", "1 GiB", f"{rate / 1e9:.0f} GB/s", None, {"gb_per_s": rate / 1e9})]
     rows += guarded("decode attention", partial(decode_times, device, rate))
     rows += guarded("prefill attention", partial(prefill_times, device))
+    rows += guarded("attention tiles", partial(tuned, device))
     return rows + guarded("other operators", partial(other_times, device, rate))

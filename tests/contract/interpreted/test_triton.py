@@ -5,6 +5,8 @@ In float32 and float16: the interpreter multiplies bfloat16 matrices wrongly.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from kernel_cases import (
@@ -18,6 +20,7 @@ from kernel_cases import (
 )
 
 from twinpool.kernels.row_sampling import RowSampler
+from twinpool.kernels.tiles import PROGRAMS_PER_PROCESSOR, Tiles, decode_candidates, prefill_candidates
 from twinpool.kernels.triton_kernels import TritonKernels
 
 KERNELS = TritonKernels(processors=4)
@@ -38,6 +41,34 @@ ATTENTION = [
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention(case):
     check_attention(KERNELS, case)
+
+
+STEP = [(1, 300), (1, 33), (40, 90)]
+
+
+def tilings(head_dim: int) -> list[Tiles]:
+    """Every candidate of both kernels for half precision, whatever the group."""
+    decodes, prefills = decode_candidates(16, head_dim, 2), prefill_candidates(2, head_dim, 2)
+    pairs = itertools.zip_longest(decodes, prefills, PROGRAMS_PER_PROCESSOR)
+    return [Tiles(decode, prefill, programs or 1) for decode, prefill, programs in pairs]
+
+
+TILINGS = [(head_dim, tiles) for head_dim in (64, 128, 256) for tiles in tilings(head_dim)]
+
+
+@pytest.mark.parametrize(("head_dim", "tiles"), TILINGS[1::4], ids=str)
+def test_a_sample_of_tiles(head_dim, tiles):
+    check_attention(TritonKernels(4, tiles=tiles), AttentionCase(STEP, head_dim=head_dim, dtype=F16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [[(1, 16), (1, 513), (1, 31)], [(17, 49), (64, 64), (1, 17)]], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (9, 3), (7, 1)], ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (24, 10.0)])
+@pytest.mark.parametrize(("head_dim", "tiles"), TILINGS, ids=str)
+def test_every_tile(requests, heads, head_dim, window, soft_cap, tiles):
+    case = AttentionCase(requests, *heads, head_dim=head_dim, window=window, soft_cap=soft_cap, block_size=16)
+    check_attention(TritonKernels(4, tiles=tiles), case)
 
 
 @pytest.mark.slow

@@ -46,6 +46,21 @@ def test_a_failing_check_is_a_row_of_the_report():
     assert json.loads(as_json(rows, {"device": "x"}))["rows"][0]["figures"] == {"ms": 1.5}
 
 
+def test_tuned_tiles_are_reported_with_what_they_gain():
+    pytest.importorskip("triton")
+    from gpu_kernels import tuned_rows
+
+    from twinpool.kernels.tiles import Tiles, TileShape, Tuning
+
+    tiles = Tiles(TileShape(16, 128, 4, 3), TileShape(128, 32, 8, 3), 8)
+    rows = tuned_rows("model", Tuning(tiles, {"decode": (0.3, 0.2), "prefill": (1.0, 1.0)}), 9.04)
+    assert rows[0].result == (
+        "16 × 128, 4 warps, 3 stages, 8 programs per processor: 0.200 ms; default 0.300 (1.50 times)"
+    )
+    assert [row.ok for row in rows] == [None, None, True]
+    assert rows[2].result == "9.0 s"
+
+
 def test_engine_checks_run_on_a_cpu(tiny_llama):
     assert [row.ok for row in exactness(CPU, tiny_llama)] == [True, True]
     rows = engine_times(CPU, tiny_llama, 1e10, (1, 3), length=70)
