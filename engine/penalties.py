@@ -165,6 +165,11 @@ def _bias(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> None:
 
 
 def _penalise(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> None:
+    if logits.device.type == "cpu":
+        for values, row in zip(logits.numpy(), rows, strict=True):
+            if row is not None:
+                _penalise_row(values, row)
+        return
     parts, counts, factors = [], [], []
     for i, row in enumerate(rows):
         if row is None:
@@ -184,3 +189,15 @@ def _penalise(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> None:
     values = logits[index]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[index] = values - frequency * count - presence * (count > 0)
+
+
+def _penalise_row(values: NDArray[np.float32], row: AdjustedRow) -> None:
+    """The same in numpy, whose operators on some hundred values take a third of the time of torch's."""
+    ids, counts = row.adjustments.penalised(row.request, row.position)
+    if len(ids) == 0:
+        return
+    adjustments = row.adjustments
+    repetition = np.float32(adjustments.repetition)
+    touched = values[ids]
+    touched = np.where(touched > 0, touched / repetition, touched * repetition)
+    values[ids] = touched - np.float32(adjustments.frequency) * counts - np.float32(adjustments.presence) * (counts > 0)
