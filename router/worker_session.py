@@ -30,6 +30,7 @@ import grpc.aio
 
 from twinpool.config import SessionSection
 from twinpool.errors import ConfigError, Unavailable
+from twinpool.grpc_errors import refused_connection
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.router import wire
 from twinpool.router.backlog import Backlog
@@ -239,9 +240,10 @@ class WorkerSession:
         except TimeoutError:
             return f"{self.address} did not answer Hello within {self._config.dead_after_s:g} s"
         except grpc.aio.AioRpcError as error:
-            if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
+            closed = refused_connection(error.details() or "")
+            if closed or error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
                 self.state = "refused"
-            return f"{self.address}: {error.details() or error.code().name}"
+            return closed or f"{self.address}: {error.details() or error.code().name}"
         if message is grpc.aio.EOF or message.WhichOneof("message") != "welcome":
             return f"{self.address} did not answer Hello with Welcome; is it a twinpool worker?"
         info = wire.worker_info(message.welcome.info)

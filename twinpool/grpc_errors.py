@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -40,6 +42,26 @@ def status_from_error(error: TwinpoolError) -> status_pb2.Status:
     return status_pb2.Status(code=error.code.value[0], message=error.message, details=packed)
 
 
+_CLOSES = "it closes the connection; it wants TLS, or a certificate of its own authority (tls-ca, tls-cert, tls-key)"
+_REFUSALS = (
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of no authority trusted here; give the right one (tls-ca)"),
+    ("Hostname Verification", "its certificate carries another name; dial that, or set the server name of TLS"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS; leave TLS out"),
+    ("handshake failed", "the TLS handshake failed; compare certificates and authorities of both sides"),
+    ("Socket closed", _CLOSES),  # a server that wants another certificate, or one at all, gives no reason
+    ("reset by peer", _CLOSES),
+)
+
+
+def refused_connection(details: str) -> str | None:
+    """Why a server that was reached gave no connection, from gRPC's own words; None: something else went wrong."""
+    if "failed to connect" not in details.lower():
+        return None
+    found = re.search(r"ipv[46]:([^ ]+): ", details)
+    reason = next((text for mark, text in _REFUSALS if mark in details), None)
+    return None if reason is None or found is None else f"no connection to {unquote(found[1])}: {reason}"
+
+
 def error_from_rpc(error: grpc.RpcError) -> TwinpoolError:
     """The error that a server raised, from the status that a client received."""
     code, message = error.code(), error.details() or error.code().name
@@ -64,7 +86,7 @@ def error_from_rpc(error: grpc.RpcError) -> TwinpoolError:
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Overloaded(message, retry_after_s)
         case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(message)
+            return Unavailable(refused_connection(message) or message)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message)
         case grpc.StatusCode.CANCELLED:

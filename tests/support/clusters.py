@@ -20,8 +20,9 @@ import grpc.aio
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from twinpool import AsyncClient
+from twinpool import AsyncClient, rpc
 from twinpool.results import Status
+from twinpool.tls import ClientTls
 
 READY_TIMEOUT_S = 120.0
 DEFAULTS: dict[str, object] = {
@@ -80,6 +81,8 @@ class Cluster:
     http_port: int = 0
     admin_port: int = 0
     entries: dict[str, Path] = field(default_factory=dict)
+    tls: ClientTls | None = None
+    """How clients reach the router; None in plain text."""
 
     @classmethod
     def of(
@@ -109,7 +112,7 @@ class Cluster:
         return self.nodes["router"].address
 
     def client(self, **options: float) -> AsyncClient:
-        return AsyncClient(self.address, **options)
+        return AsyncClient(self.address, tls=self.tls or False, **options)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -202,7 +205,7 @@ class Cluster:
 
     async def _watch(self) -> None:
         while True:
-            async with grpc.aio.insecure_channel(self.address) as channel:
+            async with rpc.channel(self.address, tls=self.tls) as channel:
                 try:
                     request = health_pb2.HealthCheckRequest(service=INFERENCE)
                     async for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):

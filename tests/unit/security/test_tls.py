@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twinpool.config import Config, TlsSection
 from twinpool.errors import ConfigError
+from twinpool.grpc_errors import error_from_rpc
 from twinpool.proto import worker_pb2, worker_pb2_grpc
 from twinpool.router.http_server import HttpServer
 from twinpool.rpc import Keepalive, RpcServer, Servicer, channel
@@ -53,6 +54,15 @@ async def refused(port: int, tls: ClientTls | None, token: str | None = None) ->
     return caught.value.code()
 
 
+async def told(port: int, tls: ClientTls | None) -> str:
+    """What a client is told whose connection is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(port, tls, "hush")
+    start, _, reason = error_from_rpc(caught.value).message.partition(": ")
+    assert start == f"no connection to 127.0.0.1:{port}"
+    return reason
+
+
 async def test_internal_planes_want_a_certificate_and_the_token(authority: Authority, tmp_path: Path) -> None:
     section = TlsSection(**authority.settings(authority.sign("worker")))
     own = internal_client(section)
@@ -70,6 +80,24 @@ async def test_internal_planes_want_a_certificate_and_the_token(authority: Autho
         assert await refused(server.port, ClientTls(str(stranger.ca), own.cert, own.key), "hush") is unavailable
     finally:
         await server.stop(0)
+
+
+async def test_a_refused_connection_is_told_with_its_reason(authority: Authority, tmp_path: Path) -> None:
+    section = TlsSection(**authority.settings(authority.sign("reasons")))
+    own = internal_client(section)
+    assert own is not None
+    server, plain = await start(internal_server(section), "hush"), await start(None, "hush")
+    stranger = Authority(tmp_path / "other", "other")
+    theirs = stranger.sign("theirs")
+    try:
+        for shown in (None, ClientTls(own.ca), ClientTls(own.ca, str(theirs.cert), str(theirs.key))):
+            assert (await told(server.port, shown)).startswith("it closes the connection; it wants TLS, or a certifi")
+        assert (await told(server.port, ClientTls(str(stranger.ca)))).startswith("its certificate is of no authority")
+        named = ClientTls(own.ca, own.cert, own.key, "elsewhere")
+        assert (await told(server.port, named)).startswith("its certificate carries another name")
+        assert (await told(plain.port, own)).startswith("it does not speak TLS")
+    finally:
+        await asyncio.gather(server.stop(0), plain.stop(0))
 
 
 async def test_server_name_stands_for_the_address(authority: Authority) -> None:
