@@ -233,7 +233,7 @@ class FakeWorker:
                 await self.go.wait()
             step = worker_pb2.StepOutput()
             for choice in list(live):
-                tokens = self.script(choice)[index : index + (1 if self.role == "prefill" else self.batch)]
+                tokens = self._said(submit, choice, index, 1 if self.role == "prefill" else self.batch)
                 output = self._output(submit, choice, index, tokens)
                 if output.finish_reason or self.role == "prefill":
                     live.remove(choice)
@@ -241,6 +241,11 @@ class FakeWorker:
             outbox.put(worker_pb2.SessionResponse(step=step))
             index += self.batch
             await asyncio.sleep(0)
+
+    def _said(self, submit: worker_pb2.Submit, choice: int, start: int, count: int) -> list[int]:
+        """The script; behind its end, which only a request that ignores it sees, there is more of something."""
+        said = self.script(choice)[start : start + count]
+        return said + ids("z") * (count - len(said)) if submit.stopping.ignore_eos else said
 
     def _output(self, submit: worker_pb2.Submit, choice: int, index: int, tokens: list[int]) -> Any:
         tokens = tokens[: submit.stopping.max_tokens - index]
@@ -267,9 +272,10 @@ class FakeWorker:
                     transfer_bytes=remote * 100,
                 )
             )
-        if tokens and tokens[-1] == EOS and not submit.stopping.ignore_eos:
+        ends = {EOS, *submit.stopping.stop_token_ids} - ({EOS} if submit.stopping.ignore_eos else set())
+        if tokens and tokens[-1] in ends:
             output.finish_reason = inference_pb2.FINISH_REASON_STOP
-            output.stop_token_id = EOS
+            output.stop_token_id = tokens[-1]
         elif index + len(tokens) >= submit.stopping.max_tokens:
             output.finish_reason = inference_pb2.FINISH_REASON_LENGTH
         return output
