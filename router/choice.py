@@ -36,13 +36,13 @@ class Choice:
         self.token_ids: list[int] = []
         self.prompt_logprobs_seen = 0
         self.finish: FinishReason | None = None
-        self.stop_reason = ""
+        self.stop_reason: str | int | None = None
+        """The stop string or the id of the stop token that ended it; None at the end of sequence and at a limit."""
         self.finish_delivered = False
         self.pending = Piece()
         self._request = request
-        self._end_ids = frozenset(request.stopping.stop_token_ids) | (
-            frozenset() if request.stopping.ignore_eos else text.eos_ids
-        )
+        self._eos_ids = frozenset[int]() if request.stopping.ignore_eos else text.eos_ids
+        self._end_ids = frozenset(request.stopping.stop_token_ids) | self._eos_ids
         self._detokenizer = Detokenizer(text.tokenizer, request.prompt_ids)
         self._stop = StopStrings(request.stopping.stop, request.stopping.include_stop)
         self._ahead: dict[int, Output] = {}
@@ -78,7 +78,7 @@ class Choice:
         if self.finish is None and self.token_ids:
             last = self.token_ids[-1]
             if last in self._end_ids and len(self.token_ids) > stopping.min_tokens:
-                self._end(FinishReason.STOP, str(last))
+                self._end(FinishReason.STOP, last)
             elif len(self.token_ids) >= stopping.max_tokens:
                 self._end(FinishReason.LENGTH)
         return self.finish is not None
@@ -117,8 +117,7 @@ class Choice:
             if self.finish is not None:
                 return
         if output.finish is not None and output.finish is not FinishReason.CANCELLED and known <= len(tokens):
-            reason = "" if output.stop_token_id is None else str(output.stop_token_id)
-            self._end(output.finish, reason)
+            self._end(output.finish, output.stop_token_id)
 
     def _is_end(self, token_id: int, output: Output) -> bool:
         return token_id == output.stop_token_id or token_id in self._end_ids
@@ -142,10 +141,10 @@ class Choice:
         if self._stop.matched is not None:
             self.finish, self.stop_reason = FinishReason.STOP, self._stop.matched
 
-    def _end(self, reason: FinishReason, stop_reason: str = "") -> None:
+    def _end(self, reason: FinishReason, token_id: int | None = None) -> None:
         self._show(self._detokenizer.flush())
         if self.finish is None:
             rest = self._stop.flush()
             if rest:
                 self.pending.text.append(rest)
-            self.finish, self.stop_reason = reason, stop_reason
+            self.finish, self.stop_reason = reason, None if token_id in self._eos_ids else token_id

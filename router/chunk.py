@@ -20,5 +20,5 @@ class Chunk:
     prompt_logprobs: Sequence[TokenLogprob] = ()
     prompt_token_ids: Sequence[int] = ()
     finish: FinishReason | None = None
-    stop_reason: str = ""
+    stop_reason: str | int | None = None
     summary: Summary | None = None

@@ -350,7 +350,7 @@ class Flow:
                     prompt_logprobs=piece.prompt_logprobs,
                     prompt_token_ids=() if self._prompt_ids_sent else self.request.prompt_ids,
                     finish=finish,
-                    stop_reason=choice.stop_reason if finish is not None else "",
+                    stop_reason=choice.stop_reason if finish is not None else None,
                     summary=summary if choice is ready[-1] else None,
                 )
             )

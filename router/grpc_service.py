@@ -123,7 +123,7 @@ def response(chunk: Chunk, text: ModelText) -> inference_pb2.GenerateResponse:
         logprobs=_logprobs(chunk.logprobs, text),
         prompt_logprobs=_logprobs(chunk.prompt_logprobs, text),
         finish_reason=_FINISH[chunk.finish],
-        stop_reason=chunk.stop_reason,
+        stop_reason="" if chunk.stop_reason is None else str(chunk.stop_reason),
         prompt_token_ids=chunk.prompt_token_ids,
     )
     if chunk.summary is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from twinpool.errors import InvalidRequest, Unsupported
 from twinpool.proto import inference_pb2
@@ -43,7 +43,7 @@ class CalledTool(Body):
 class ChatMessage(Body):
     """One turn."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
@@ -54,6 +54,15 @@ class ChatMessage(Body):
     audio: Any = None
     annotations: Any = None
     reasoning_content: Any = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        others = (self.tool_calls, self.function_call, self.refusal, self.audio, self.reasoning_content)
+        if self.content is None and not (self.role == "assistant" and any(others)):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.content == []:
+            raise ValueError("content has no parts; send text")
+        return self
 
     @property
     def text(self) -> str:

@@ -24,7 +24,7 @@ class Answer:
     index: int
     text: str = ""
     finish: str | None = None
-    stop_reason: str = ""
+    stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class ChatFormat:
         return {
             "logprobs": entries if self._logprobs and answer.logprobs else None,
             "finish_reason": finish,
-            "stop_reason": answer.stop_reason or None,
+            "stop_reason": answer.stop_reason,
         }
 
     def _entry(self, item: TokenLogprob) -> Json:
@@ -187,7 +187,7 @@ class CompletionFormat:
             "text": text if echo is None else echo.text + text,
             "logprobs": self._entries(piece, echo) if self._logprobs else None,
             "finish_reason": piece.finish,
-            "stop_reason": piece.stop_reason or None,
+            "stop_reason": piece.stop_reason,
         }
 
     def _entries(self, piece: Answer, echo: Echo | None) -> Json:

@@ -232,11 +232,12 @@ def parse(kind: type[B], body: bytes) -> B:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"] if not isinstance(part, int)) or "body"
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+        path = "".join(parts).removeprefix(".") or "body"
         field = str(first["loc"][0]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             raise Unsupported(f"{path} is not a known field; remove it", field) from error
-        raise InvalidRequest(f"{path}: {first['msg']}", field) from error
+        raise InvalidRequest(f"{path}: {first['msg'].removeprefix('Value error, ')}", field) from error
 
 
 def _split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

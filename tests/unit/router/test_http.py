@@ -34,7 +34,7 @@ async def test_chat(make_cluster: Any, eos: int) -> None:
         assert body["model"] == "tiny"
         choice = body["choices"][0]
         assert choice["message"] == {"role": "assistant", "content": "héllo 👋", "refusal": None}
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", str(eos))
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
         usage = body["usage"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -321,3 +321,54 @@ async def test_ready_says_what_is_missing(make_cluster: Any) -> None:
         answer = await client.get("/ready")
         assert answer.status_code == 503
         assert "decode" in answer.json()["error"]["message"]
+
+
+async def test_what_stopped_an_answer(make_cluster: Any, byte_ids: Any) -> None:
+    """As vLLM has it: nothing at the end of sequence, a stop string, or the id of a stop token as a number."""
+    (o,) = byte_ids("o")
+    async with make_cluster("hello") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
+        await cluster.router.wait_ready()
+        cases: list[tuple[Any, Any]] = [({}, None), ({"stop": "ell"}, "ell"), ({"stop_token_ids": [o]}, o)]
+        for extra, wanted in cases:
+            for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+                answer = await client.post(f"/v1/{path}", json=body | {"max_tokens": 20, **extra})
+                (choice,) = answer.json()["choices"]
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", wanted)
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages[0].role: Input should be 'system', 'developer', 'user'"),
+        ({"content": "x"}, "messages[0].role: Field required"),
+        ({"role": "user"}, "messages[0]: a message of role user needs content"),
+        ({"role": "system", "content": None}, "messages[0]: a message of role system needs content"),
+        ({"role": "assistant"}, "messages[0]: a message of role assistant needs content"),
+        ({"role": "tool", "tool_call_id": "c"}, "messages[0]: a message of role tool needs content"),
+        ({"role": "user", "content": []}, "messages[0]: content has no parts"),
+        (None, "messages is empty"),
+    ],
+)
+async def test_conversations_that_say_nothing(make_cluster: Any, message: Any, told: str) -> None:
+    async with make_cluster("hello") as cluster, httpx.AsyncClient(base_url=cluster.http_url) as client:
+        await cluster.router.wait_ready()
+        body = {"messages": [] if message is None else [message]}
+        answer = await client.post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "messages")
+        assert error["message"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ],
+)
+def test_turns_without_text_that_say_something(message: Any) -> None:
+    assert ChatBody.model_validate({"messages": [message]}).messages[0].text == ""
