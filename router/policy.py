@@ -14,6 +14,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from twinpool.router.costs import Costs, WorkerKey
 from twinpool.router.scoring import (
@@ -137,7 +138,7 @@ def choose(query: RouteQuery, workers: Sequence[WorkerView], costs: Costs) -> Ro
                 "ask again",
             )
     if not decoders:
-        return NoRoute(Obstacle.NO_WORKER, "no decode worker is connected; start one or wait for it (twinpool status)")
+        return NoRoute(Obstacle.NO_WORKER, _no_worker("decode", workers))
     fitting = [view for view in decoders if view.blocks_for(query.num_tokens) <= view.info.num_blocks]
     if not fitting:
         most = max(view.info.num_blocks * view.info.block_size for view in decoders)
@@ -167,11 +168,21 @@ def choose(query: RouteQuery, workers: Sequence[WorkerView], costs: Costs) -> Ro
         return _route(_best_alone(decoders, query, costs), query, reason, Cause.RETRY)
     if prefills and not admitted:
         return NoRoute(Obstacle.BARRED, "every prefill worker is out of capacity")
+    if not any(view.info.role == "prefill" for view in usable):
+        message = f"{_no_worker('prefill', workers)}, or set router.disaggregate: auto, which goes without"
+        return NoRoute(Obstacle.NO_LINK, message)
     return NoRoute(
         Obstacle.NO_LINK,
         "no decode worker is linked to a usable prefill worker (twinpool status says why); "
         "with router.disaggregate: auto decode workers would compute prompts themselves",
     )
+
+
+def _no_worker(role: Literal["prefill", "decode"], workers: Sequence[WorkerView]) -> str:
+    """Why no worker of ``role`` takes requests, and what to do."""
+    if any(view.info.role == role for view in workers):
+        return f"every {role} worker is draining; start another one, or take it back (twinpool drain --undo)"
+    return f"no {role} worker is connected; start one or wait for it (twinpool status)"
 
 
 def _cheaper(alone: _Score, pair: _Score | None, query: RouteQuery) -> Route:

@@ -88,6 +88,13 @@ def test_draining_workers_get_nothing() -> None:
     refused = route([P0, gone])
     assert isinstance(refused, NoRoute)
     assert refused.obstacle is Obstacle.NO_WORKER
+    assert refused.message.startswith("every decode worker is draining")
+    nobody = route([draining, decode])
+    assert isinstance(nobody, NoRoute)
+    assert nobody.message.startswith("every prefill worker is draining")
+    none_here = route([P0])
+    assert isinstance(none_here, NoRoute)
+    assert none_here.message.startswith("no decode worker is connected")
 
 
 def test_least_queued_prefill_and_least_loaded_decode() -> None:
