@@ -121,6 +121,8 @@ def load_library(cache: Path, level: Level) -> NativeLibrary:
     compiler = next(filter(None, (shutil.which(name) for name in names if name)), None)
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler; install g++ or clang++")
+    if names[0] and not shutil.which(names[0]):
+        log.warning("CXX=%s is no program that can be run; %s compiles the kernels", names[0], compiler)
     command = [compiler, *FLAGS, *level.value]
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout

@@ -69,6 +69,16 @@ def test_without_a_compiler_torch_serves_and_the_log_says_so(
         kernels_for("native", CPU, torch.float32, 1)
 
 
+def test_a_cxx_that_cannot_be_run_is_told(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: str(compiler) if name == "c++" else real(name))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert load_library(tmp_path / "cache", Level.of_machine()).compiler == "fake 1.0"
+    assert f"CXX=/nonexistent is no program that can be run; {compiler} compiles the kernels" in caplog.text
+
+
 def test_a_compiler_that_fails_is_quoted(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.h:1: error: no such thing" >&2\nexit 1\n')
     monkeypatch.setenv("TWINPOOL_CACHE", str(tmp_path / "cache"))
