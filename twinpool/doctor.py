@@ -22,6 +22,7 @@ from typing import Literal
 
 from twinpool.config import Config, PoolSection
 from twinpool.errors import ConfigError, TwinpoolError
+from twinpool.port_holder import listener
 from twinpool.port_picker import PortPicker
 
 Level = Literal["ok", "warn", "fail"]
@@ -189,7 +190,12 @@ def ports(config: Config, role: str) -> Iterator[Finding]:
             try:
                 picker.take(host, port, key, "stop the program that uses it, or choose another port")
             except ConfigError as error:
-                yield Finding("fail", "ports", error.message)
+                holder = listener(port)
+                if holder is None or not holder.is_twinpool:
+                    yield Finding("fail", "ports", error.message)
+                else:
+                    text = f"{key} {host}:{port} is held by a twinpool that runs: {holder.command} (pid {holder.pid})"
+                    yield Finding("warn", "ports", text, "stop it before you start another, or choose another port")
             else:
                 yield Finding("ok", "ports", f"{key} {host}:{port} is free")
 

@@ -37,7 +37,7 @@ from twinpool.port_picker import PortPicker
 from twinpool.progress import Progress
 from twinpool.proto import controller_pb2, controller_pb2_grpc
 from twinpool.rpc import Dialer, dialled
-from twinpool.run_token import drop_token, keep_token
+from twinpool.run_token import drop_stale, drop_token, keep_token
 from twinpool.supervisor import Supervisor
 from twinpool.tls import ClientTls, client_tls, internal_client
 
@@ -200,6 +200,7 @@ def _keep_token(plan: Plan, report: Callable[[str], None]) -> None:
     if token is None or token == plan.config.session.token:
         return
     try:
+        drop_stale()
         for port in _token_ports(plan):
             keep_token(port, token)
     except OSError as error:

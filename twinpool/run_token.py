@@ -1,12 +1,13 @@
 """The cluster token that ``twinpool up`` drew, for the same user's commands on the same machine.
 
-1. ``keep_token`` writes it to a file that only this user can read, named after a port of the deployment.
-2. ``find_token`` reads it. 3. ``drop_token`` removes it when the deployment ends; the next overwrites one that a
-killed one left.
+1. ``keep_token`` writes it to a file that only this user can read, named after a port of the deployment, with the id
+of the process. 2. ``find_token`` reads it. 3. ``drop_token`` removes it when the deployment ends; ``drop_stale``, at
+the next start, those of deployments that were killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def keep_token(port: int, token: str) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
+        file.write(f"{token}\n{os.getpid()}\n")
 
 
 def drop_token(port: int) -> None:
@@ -31,10 +32,33 @@ def drop_token(port: int) -> None:
     _path(port).unlink(missing_ok=True)
 
 
+def drop_stale() -> None:
+    """Removes what deployments have left whose processes do not run any more.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    for path in (cache_folder() / "run").glob("port-*.token"):
+        with contextlib.suppress(FileNotFoundError):  # another start is as busy
+            pid = path.read_text().partition("\n")[2].strip()
+            if pid.isdecimal() and not _runs(int(pid)):
+                path.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the number is another user's by now
+        return False
+    return True
+
+
 def find_token(port: int) -> str | None:
     """The token of this user's deployment whose controller or admin service listens on ``port``; None without one."""
     try:
-        return _path(port).read_text()
+        return _path(port).read_text().partition("\n")[0]
     except FileNotFoundError:
         return None
 

@@ -71,30 +71,27 @@ def table(status: Status, before: Status | None, seconds: float) -> Table:
 
     state = "ready" if status.ready else f"not ready: {status.not_ready_reason}"
     title = f"twinpool {status.version}, {state}, {status.in_flight} in flight"
-    # Narrow, so that it is whole on a terminal of 80 columns.
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    numbers = ("run", "wait", "load", "held", "KV", "steps/s")
-    for name in ("worker", "role", "state"):
-        found.add_column(name, overflow="fold")
-    for name in numbers:
+    # Narrow, so that a worker is one line on a terminal of 80 columns; `twinpool status` tells of each link.
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    found.add_column("worker", overflow="fold")
+    for name in ("role", "state"):
+        found.add_column(name, no_wrap=True)
+    for name in ("run", "wait", "load", "held", "KV", "steps/s", "links", "GB/s"):
         found.add_column(name, justify="right", no_wrap=True)
-    found.add_column("links (GB/s)", overflow="fold")
     steps = {worker.worker_id: worker.steps for worker in before.workers} if before is not None else {}
     for worker in status.workers:
         used = 1 - worker.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
         earlier = steps.get(worker.worker_id)
         pace = f"{(worker.steps - earlier) / seconds:.1f}" if earlier is not None and worker.steps >= earlier else ""
-        links = ", ".join(
-            f"{link.prefill_worker} {link.gigabytes_per_second:.1f}" if link.linked else f"{link.prefill_worker} -"
-            for link in worker.links
-        )
+        paces = [link.gigabytes_per_second for link in worker.links if link.linked]
         found.add_row(
             worker.worker_id or worker.address,
             worker.role,
-            f"{worker.state}, draining" if worker.draining else worker.state,
+            "draining" if worker.draining and worker.state == "alive" else worker.state,
             *(str(count) for count in (worker.running, worker.waiting, worker.loading, worker.held)),
             f"{used:.0%}",
             pace,
-            links,
+            f"{len(paces)}/{len(worker.links)}" if worker.links else "",
+            f"{min(paces):.1f}" if paces else "",
         )
     return found

@@ -12,6 +12,7 @@ from typing import Any
 from twinpool.config import Config
 from twinpool.doctor import Finding, examine, fits, ports, ray
 from twinpool.engine.fit import fit
+from twinpool.port_holder import listener
 
 
 def config(**sections: Any) -> Config:
@@ -61,6 +62,22 @@ def test_a_port_in_use_and_a_ray_head_that_is_none() -> None:
     away = config(ray={"address": f"127.0.0.1:{port}"}, decode={"launcher": "ray"})
     (finding,) = of(ray(away), "fail")
     assert f"127.0.0.1:{port}" in finding.text
+
+
+def test_a_port_that_a_running_twinpool_holds() -> None:
+    """It is no fault of the machine; who holds it is told."""
+    hold = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    command = [sys.executable, "-c", hold, "/usr/bin/twinpool", "serve", "router", "--config", "x"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        findings = list(ports(config(router={"grpc_port": port, "http_port": 0}), "all"))
+        assert of(findings, "fail") == []
+        (finding,) = of(findings, "warn")
+        assert f"twinpool serve router (pid {process.pid})" in finding.text
+        assert finding.remedy
+        process.communicate("\n")
+    assert listener(port) is None
 
 
 def test_the_command_fails_with_what_it_found() -> None:
