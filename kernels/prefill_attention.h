@@ -5,9 +5,9 @@
 #include "multiply.h"
 #include "threads.h"
 
-constexpr int64_t PREFILL_TILE = 256;      // keys, at most; a multiple of 2 · W
-constexpr int64_t PREFILL_UNITS = 16384;   // of a tile's keys, so that they stay in the level-2 cache
-constexpr int64_t PREFILL_ROWS = 192;      // of a PrefillTask, at least one query
+constexpr int64_t PREFILL_TILE = PAIRED ? 512 : 256;  // keys, at most; a multiple of 2 · W
+constexpr int64_t PREFILL_UNITS = 16384;              // of a tile's keys, so that they stay in the level-2 cache
+constexpr int64_t PREFILL_ROWS = PAIRED ? 384 : 192;  // of a PrefillTask, at least one query
 
 // Queries [first, last) of one request (rows of the flat batch), one KV head.
 template <class T>
@@ -82,9 +82,11 @@ struct PrefillTask {
         for (int64_t key = 0; key < count; key += W) {
             U* column = keys + key / (2 * W) * (2 * W) * units + key % (2 * W);
             const T* from[W];
-            for (int i = 0; i < W; i++) {
-                int64_t at = start + key + i;
-                from[i] = key + i < count ? layer.block(request, at / size, kv_head) + at % size * dim : nullptr;
+            int64_t index = (start + key) / size, slot = (start + key) % size;
+            const T* block = layer.block(request, index, kv_head);
+            for (int i = 0; i < W; i++, slot++) {
+                if (slot == size && key + i < count) block = layer.block(request, ++index, kv_head), slot = 0;
+                from[i] = key + i < count ? block + slot * dim : nullptr;
             }
             int64_t u = 0;
             if (key + W <= count)
@@ -101,15 +103,23 @@ struct PrefillTask {
                 transpose(lines);
                 for (int i = 0; i < W && u + i < units; i++) store(column + (u + i) * 2 * W, lines[i]);
             }
-            for (int i = 0; i < W; i += PER)
-                for (int64_t d = 0; d < dim; d += W) {
-                    auto line = [&](int j) { return from[j] ? load(from[j] + layer.to_values() + d, dim - d) : vf{}; };
-                    U* to = values + (key + i) / PER * width + d;
-                    if constexpr (PER == 2)
-                        store(to, (vu)line(i) >> 16 | (vu)line(i + 1));
-                    else
-                        store(to, line(i));
-                }
+            auto pack_values = [&](auto whole) {
+                auto line = [&](int i, int64_t d) {
+                    return whole || from[i] ? load(from[i] + layer.to_values() + d, whole ? W : dim - d) : vf{};
+                };
+                for (int i = 0; i < W; i += PER)
+                    for (int64_t d = 0; d < dim; d += W) {
+                        U* to = values + (key + i) / PER * width + d;
+                        if constexpr (PER == 2)
+                            store(to, (vu)line(i, d) >> 16 | (vu)line(i + 1, d));
+                        else
+                            store(to, line(i, d));
+                    }
+            };
+            if (key + W <= count && dim % W == 0)
+                pack_values(std::true_type{});
+            else
+                pack_values(std::false_type{});
         }
         // A panel's columns come in pairs of vectors: the second one of the last pair must be finite.
         for (int64_t key = (count + W - 1) / W * W; key < (count + 2 * W - 1) / (2 * W) * 2 * W; key += W)
