@@ -47,7 +47,7 @@ class EngineSection(Section):
     max_num_batched_tokens: int = Field(2048, gt=0, description="token budget of one step")
     prefill_chunk: int = Field(512, gt=0, description="most prompt tokens of one request per step")
     prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
-    local_prefill_budget: int = Field(256, gt=0, description="prompt tokens per step beside decoding requests")
+    local_prefill_budget: int = Field(128, gt=0, description="prompt tokens per step beside decoding requests")
     threads: int = Field(1, ge=0, description="CPU threads for computation; 0 leaves torch's default")
     speculation: Literal["off", "ngram"] = Field(
         "ngram", description="ngram verifies drafts found in the context, while that is measured to pay (decode)"
