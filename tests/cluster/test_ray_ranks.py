@@ -265,7 +265,7 @@ async def test_a_controller_places_a_worker_of_two_ranks(
         "prefill.node_labels": "pool=prefill",
         "decode.node_labels": "pool=decode",
     }
-    cluster = await asyncio.to_thread(RayCluster, [{"pool": "prefill"}, {"pool": "decode"}, {"pool": "decode"}], 1)
+    cluster = await asyncio.to_thread(RayCluster, [("prefill", 1), ("decode", 1), ("decode", 1)])
     try:
         async with up(model, tmp_path, settings | {"ray.address": cluster.address}, cluster.environment) as (at, _):
             async with AsyncClient(at["grpc"]) as client:

@@ -31,10 +31,11 @@ async def _messages(fuzzer: Fuzzer, first: Any, kind: Any, count: int = 40) -> A
     names = [field.name for field in kind.DESCRIPTOR.fields]
     for _ in range(count):
         name = fuzzer.random.choice(names)
-        if name == "drain":
-            continue  # a peer that may drain a worker may do so
         field = kind.DESCRIPTOR.fields_by_name[name]
-        yield kind(**{name: fuzzer.message(field.message_type._concrete_class)})
+        message = fuzzer.message(field.message_type._concrete_class)
+        if isinstance(message, worker_pb2.Order) and message.HasField("drain"):
+            continue  # a peer that may drain a worker may do so
+        yield kind(**{name: message})
         await asyncio.sleep(0)
 
 

@@ -10,7 +10,8 @@ from load import all_kinds, check_all_same, prompt
 
 from clusters import Cluster
 from twinpool import AsyncClient
-from twinpool.results import Completion
+from twinpool.errors import TwinpoolError, Unavailable
+from twinpool.results import Completion, Status
 
 
 async def test_scaling_both_pools_from_two_to_one_under_load(farm: Cluster) -> None:
@@ -45,32 +46,26 @@ async def keep_asking(client: AsyncClient, wanted: list[Completion], enough: asy
     return rounds
 
 
+def steps_of(status: Status) -> dict[str, int]:
+    """Engine steps of the connected decode workers that run something."""
+    return {w.worker_id: w.steps for w in status.workers if w.role == "decode" and w.state == "alive" and w.running}
+
+
 @pytest.mark.slow
 async def test_the_third_crash_of_the_worker_that_runs_it_ends_a_request(farm: Cluster) -> None:
-    from twinpool.errors import TwinpoolError, Unavailable
-
-    crashes = 0
-
-    async def crash(client: AsyncClient) -> None:
-        """Kills the worker that runs the stream; its place is taken again before the next."""
-        nonlocal crashes
-        status = await farm.until(
-            lambda status: any(worker.running for worker in status.workers if worker.role == "decode"), 60.0
-        )
-        victim = next(worker.worker_id for worker in status.workers if worker.role == "decode" and worker.running)
-        farm.kill(victim)
-        crashes += 1
-        farm.launch(victim)
-
+    """Each worker is killed once it has said something more: what there is to say outlasts three of them."""
     async with farm.client() as client:
         request = asyncio.create_task(
             client.generate(prompt(90, 50), max_tokens=4000, temperature=0.0, ignore_eos=True)
         )
         for _ in range(3):
-            await crash(client)
-            await asyncio.sleep(2.0)
+            [(victim, steps)] = steps_of(await farm.until(lambda status: bool(steps_of(status)), 60.0)).items()
+            await farm.until(lambda status, at=(victim, steps): steps_of(status).get(at[0], 0) > at[1])  # type: ignore[misc]
+            assert not request.done()
+            farm.kill(victim)
+            await farm.until(lambda status, name=victim: name not in steps_of(status))  # type: ignore[misc]
+            farm.launch(victim)
         with pytest.raises(TwinpoolError, match="3 workers failed") as caught:
             await request
         assert not isinstance(caught.value, Unavailable)
-        assert crashes == 3
     await farm.heal()
