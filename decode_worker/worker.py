@@ -79,7 +79,7 @@ class DecodeWorker:
             exports=NoExports(),
             imports=ImportsPort(self.transfer, self._table),
         )
-        self.host = Host(self.engine, parts.grammars, self.transfer, parts.close)
+        self.host = Host(self.engine, parts.grammars, self.transfer, parts.close, parts.cores)
 
     def _on_error(self, error: Exception) -> None:
         self.host.fail(error)

@@ -91,7 +91,7 @@ class PrefillWorker:
             exports=ExportsPort(self._holds),
             imports=NoImports(),
         )
-        self.host = Host(self.engine, parts.grammars, self.transfer, parts.close)
+        self.host = Host(self.engine, parts.grammars, self.transfer, parts.close, parts.cores)
         self.kv_service = KvService(
             parts.identity, self._holds, self._outboxes, parts.ranks, self.transfer, config.session
         )

@@ -49,6 +49,7 @@ class EngineSection(Section):
     prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
     local_prefill_budget: int = Field(128, gt=0, description="prompt tokens per step beside decoding requests")
     threads: int = Field(1, ge=0, description="CPU threads for computation; 0 leaves torch's default")
+    cores: tuple[int, ...] = Field((), description="processor cores that these threads keep to; none: any")
     speculation: Literal["off", "ngram"] = Field(
         "ngram", description="ngram verifies drafts found in the context, while that is measured to pay (decode)"
     )

@@ -121,7 +121,7 @@ def to_text(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return ",".join(value) if isinstance(value, (tuple, list)) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _variable(key: str) -> str:

@@ -29,6 +29,7 @@ from twinpool.engine.core import Engine
 from twinpool.engine.grammar import LLGuidanceGrammars
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.rpc import RpcServer
+from twinpool.worker.cores import pin_thread
 from twinpool.worker.draining import Draining
 from twinpool.worker.heartbeat import watch_engine
 
@@ -58,12 +59,19 @@ class Host:
     """Owns the threads and servers of one worker process; see the module's life cycle."""
 
     def __init__(
-        self, engine: Engine, grammars: LLGuidanceGrammars, transfer: TransferThread, close: Callable[[], None]
+        self,
+        engine: Engine,
+        grammars: LLGuidanceGrammars,
+        transfer: TransferThread,
+        close: Callable[[], None],
+        cores: frozenset[int],
     ) -> None:
+        """``cores`` are those of the engine thread."""
         self._engine = engine
         self._grammars = grammars
         self._transfer = transfer
         self._close = close
+        self._cores = cores
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -82,6 +90,7 @@ class Host:
 
     def _run_engine(self) -> None:
         try:
+            pin_thread(self._cores)
             self._engine.run()
         except BaseException as error:
             self.fail(error)

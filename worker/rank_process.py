@@ -27,6 +27,7 @@ from twinpool.engine.shard import load_shard
 from twinpool.errors import ConfigError
 from twinpool.kv_transfer.connectors.base import ConnectorError
 from twinpool.logs import setup_logging
+from twinpool.worker.cores import cores_for, pin_thread
 from twinpool.worker.rank_messages import Allocate, Allocated, Failed, Loaded, Start, Up
 from twinpool.worker.rank_setup import (
     choose_device,
@@ -74,6 +75,7 @@ def _start(start: Start, step: Channel, serving: RankTransfer, host: str | None)
         pool = pool.model_copy(update={"host": host})
     section = pool.engine
     prepare_process(section)
+    pin_thread(cores_for(section, start.local_rank, start.num_local))
     device = choose_device(config.model.device, start.local_rank, start.num_local)
     place = ParallelContext(tp_size=pool.tp_size, pp_size=pool.pp_size).at(start.rank)
     parallel = join(place, join_store(start.group_host, start.group_port), host or start.group_host, device)

@@ -39,6 +39,7 @@ from twinpool.kv_transfer.layout import KVLayout
 from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.proto import worker_pb2
 from twinpool.rpc import PROTOCOL_VERSION
+from twinpool.worker.cores import cores_for
 from twinpool.worker.kv_hello import KVIdentity, RankRegion
 from twinpool.worker.rank_group import RankGroup
 from twinpool.worker.rank_launcher import LocalLauncher, RankLauncher
@@ -78,6 +79,8 @@ class Parts:
     executor: ModelExecutor
     grammars: LLGuidanceGrammars
     identity: KVIdentity
+    cores: frozenset[int]
+    """Of the engine thread; see ``worker.cores``."""
 
     def close(self) -> None:
         """Ends the other ranks, then our own connector. The threads that use them must have ended."""
@@ -122,7 +125,9 @@ def load_parts(
         group = RankGroup(pool, launcher)
         undo.callback(group.close)
         try:
-            device = choose_device(config.model.device, *launcher.locate(0, group.parallel.size))
+            place = launcher.locate(0, group.parallel.size)
+            cores = cores_for(section, *place)
+            device = choose_device(config.model.device, *place)
             connector = make_rank_connector(config, pool)
             undo.callback(connector.close)
             group.join(config, role, model_folder, device)
@@ -167,6 +172,7 @@ def load_parts(
         executor=built.executor,
         grammars=LLGuidanceGrammars(model_folder / "tokenizer.json", model.vocab_size, model.eos_ids),
         identity=KVIdentity(worker_id, epoch, model.revision, built.layout, connector.name, regions),
+        cores=cores,
     )
 
 
