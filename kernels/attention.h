@@ -4,7 +4,8 @@
 // The queries of a request that share a KV head are ``rows``, query by query, each query's heads side by side, so that
 // every key and value is loaded once for all of them. Few rows (decode, draft verification) take dot products straight
 // from the cache: DecodeTask. Many rows (prefill) widen a tile of keys, transposed, and of values once, and then
-// multiply as a linear layer does: PrefillTask. Only slots below a request's length are read.
+// multiply as a linear layer does: PrefillTask. Only slots below a request's length are read. In float32 both add in the same
+// order, so that a query's output is the same, to the bit, from either task and beside any other queries.
 #pragma once
 
 #include "decode_attention.h"

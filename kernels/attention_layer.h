@@ -5,6 +5,11 @@
 
 #include "vectors.h"
 
+// Keys of a tile, at most; a multiple of 2 · W.
+template <class T>
+constexpr int64_t KEY_TILE = PER_UNIT<T> == 2 ? 512 : 256;
+constexpr int64_t TILE_UNITS = 16384;  // of a tile's keys, so that they stay in the level-2 cache
+
 INLINE int64_t padded(int64_t count) { return (count + 2 * W - 1) / (2 * W) * 2 * W; }
 
 // A step's requests; offsets in values. Filled by native.py, in this order.
@@ -37,6 +42,12 @@ struct Layer {
     // The first key that a query at ``position`` sees.
     int64_t first_key(int64_t position) const {
         return window && position >= window ? position - window + 1 : 0;
+    }
+
+    // Keys are taken tile by tile. Tiles begin at its multiples, a row's first one where its task's first row sees a key: so
+    // in float32 the sums of a row are the same beside any other rows.
+    int64_t tile() const {
+        return std::min(KEY_TILE<T>, std::max<int64_t>(TILE_UNITS * PER_UNIT<T> / padded(batch.dim) / (2 * W), 1) * 2 * W);
     }
 
     // What weights are kept as: they are a factor of products as the values are.

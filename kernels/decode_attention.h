@@ -42,11 +42,12 @@ struct DecodeTask {
                     UNROLL for (int p = 0; p < PARTS; p++) store(q + i * units + d / PER_UNIT<T> + p * W, parts[p]);
                 }
             }
-        // Whole blocks where they fit. A block's heads are read one after the other, as they lie in memory; while one run of
+        // A block's heads are read one after the other, as they lie in memory; while one run of
         // keys or values is worked on, the next one is fetched: hardware does not look beyond a run.
-        int64_t size = b.block_size, tile = size > DECODE_TILE ? DECODE_TILE : DECODE_TILE / size * size;
-        for (int64_t start = layer.first_key(position) / size * size; start < length; start += tile) {
-            int64_t end = std::min(start + tile, length), after = std::min(end, length - 1) / size;
+        int64_t size = b.block_size, tile = std::min(layer.tile(), DECODE_TILE), end;
+        for (int64_t start = layer.first_key(position) / (2 * W) * (2 * W); start < length; start = end) {
+            end = std::min((start / tile + 1) * tile, length);
+            int64_t after = std::min(end, length - 1) / size;
             const T* values = layer.block(request, start / size, 0) + layer.to_values();
             each_block(start, end, [&](int64_t index, int64_t slot, int64_t stop) {
                 const T* at = layer.block(request, index, 0);
@@ -112,6 +113,7 @@ struct DecodeTask {
     template <int R>
     INLINE void dots(const T* keys, int64_t ahead, int64_t slot, int64_t stop, const U* q, int64_t units,
                      float* scores) const {
+        if constexpr (std::is_same_v<T, float>) return dots_in_order<R>(keys, ahead, slot, stop, q, units, scores);
         constexpr int SLOTS = R == 1 ? 8 : 4;
         int64_t dim = layer.batch.dim;
         if (dim % (2 * W) == 0)
@@ -121,6 +123,40 @@ struct DecodeTask {
             for (; slot + 4 <= stop; slot += 4, scores += 4)
                 dot<R, 4, true>(keys + slot * dim, ahead, dim, q, units, scores);
         for (; slot < stop; slot++, scores++) dot<R, 1, true>(keys + slot * dim, ahead, dim, q, units, scores);
+    }
+
+    // The same, W keys side by side: products are added in the order of dimensions, as a PrefillTask adds them.
+    template <int R>
+    INLINE void dots_in_order(const float* keys, int64_t ahead, int64_t slot, int64_t stop, const float* q, int64_t units,
+                              float* scores) const {
+        int64_t dim = layer.batch.dim;
+        for (; slot < stop; slot += W, scores += W) {
+            const float* from = keys + slot * dim;
+            int64_t count = std::min<int64_t>(W, stop - slot);
+            vf acc[R] = {};
+            auto add = [&](int64_t d, vf (&lines)[W]) __attribute__((always_inline)) {
+                transpose(lines);
+                UNROLL for (int i = 0; i < W; i++)
+                    UNROLL for (int r = 0; r < R; r++)
+                        acc[r] = add_product(acc[r], splat(q[r * units + d + i]), lines[i]);
+            };
+            int64_t d = 0;
+            if (count == W)
+                for (; d + W <= dim; d += W) {
+                    vf lines[W];
+                    UNROLL for (int i = 0; i < W; i++) {
+                        __builtin_prefetch(from + ahead + i * dim + d);
+                        lines[i] = load(from + i * dim + d);
+                    }
+                    add(d, lines);
+                }
+            for (; d < dim; d += W) {  // what is missing reads as zero, in ``q`` too
+                vf lines[W] = {};
+                for (int i = 0; i < count; i++) lines[i] = load(from + i * dim + d, dim - d);
+                add(d, lines);
+            }
+            UNROLL for (int r = 0; r < R; r++) store(scores + r * DECODE_TILE, acc[r], count);
+        }
     }
 
     // TAIL: the head's size may not be a multiple of 2 · W.

@@ -1,8 +1,11 @@
-// y = x · W^T + bias for bfloat16 weights, packed once (native_linear.py) into tiles of 2 · W output features.
+// y = x · W^T + bias for weights packed once (native_linear.py) into tiles of 2 · W output features.
 //
 // Products are summed in float32 and rounded once. A tile streams from memory once per block of rows; the block's rows, as
 // units (vectors.h), stay in the second-level cache. Long rows are cut so that a tile's part stays in the first-level
-// cache while all panels of MAX_ROWS rows use it; partial sums wait in a small buffer.
+// cache while all panels of MAX_ROWS rows use it; sums wait in a small buffer and go on from there.
+//
+// A sum takes its products in the order of depth whatever the number of rows and threads, so that a row's bits depend on
+// that row alone. Few rows take several tiles at a time instead of several sums, to hide the latency of adds.
 #pragma once
 
 #include <algorithm>
@@ -11,18 +14,20 @@
 #include "threads.h"
 
 constexpr int64_t ROW_BYTES = PAIRED ? 512 << 10 : 256 << 10;  // of a block's rows
-constexpr int64_t DEPTH = PAIRED ? 320 : 640;                  // most units of a tile's part: 40 KiB, 20 KiB at W = 8
 
+template <class T>
 struct Linear {
-    using U = Unit<bf16>;
-    static constexpr int STEP = Packed<0>::STEP;
+    using U = Unit<T>;
+    using Lane = typename Packed<T, 0>::Lane;
+    static constexpr int STEP = Packed<T, 0>::STEP;
+    static constexpr int64_t DEPTH = 640 * W / STEP;  // most units of a tile's part: 40 KiB, 20 KiB at W = 8
 
-    const bf16* x;          // [rows, depth]
+    const T* x;         // [rows, depth]
     int64_t rows, depth;
-    const uint32_t* tiles;  // [tiles, units of depth, STEP]
+    const Lane* tiles;  // [tiles, units of depth, STEP]
     int64_t columns;
-    const bf16* bias;       // [columns], or null
-    bf16* y;                // [rows, columns]
+    const T* bias;      // [columns], or null
+    T* y;               // [rows, columns]
 
     void run(int threads) const {
         int64_t stride = units() + 16;  // not a multiple of a page, which would put all rows into the same cache sets
@@ -32,48 +37,62 @@ struct Linear {
             U* block = (U*)scratch<Linear>(count * stride);
             split(count, threads, [&](int64_t start, int64_t end) {
                 for (int64_t r = start; r < end; r++)
-                    for (int64_t i = 0; i < depth; i += W * PER_UNIT<bf16>)
-                        store(block + r * stride + i / PER_UNIT<bf16>, load_units(x + (first + r) * depth + i, depth - i));
+                    for (int64_t i = 0; i < depth; i += W * PER_UNIT<T>)
+                        store(block + r * stride + i / PER_UNIT<T>, load_units(x + (first + r) * depth + i, depth - i));
             });
             split((columns + 2 * W - 1) / (2 * W), threads, [&](int64_t start, int64_t end) {
-                for (int64_t tile = start; tile < end; tile++) run_tile(tile, block, stride, first, count);
+                int64_t tile = start;
+                if (count == 1)
+                    for (; tile + 4 <= end; tile += 4) run_tiles<4, 1>(tile, block, stride, first, count);
+                if (count <= 3)
+                    for (; tile + 2 <= end; tile += 2) run_tiles<2, 3>(tile, block, stride, first, count);
+                for (; tile < end; tile++) run_tiles<1, MAX_ROWS>(tile, block, stride, first, count);
             });
         }
     }
 
    private:
-    int64_t units() const { return (depth + PER_UNIT<bf16> - 1) / PER_UNIT<bf16>; }
+    int64_t units() const { return (depth + PER_UNIT<T> - 1) / PER_UNIT<T>; }
 
-    void run_tile(int64_t tile, const U* block, int64_t stride, int64_t first, int64_t count) const {
+    // N tiles for all rows of the block: more than one only for up to MOST rows.
+    template <int N, int MOST>
+    void run_tiles(int64_t tile, const U* block, int64_t stride, int64_t first, int64_t count) const {
         struct Sums;
         float* sums = scratch<Sums>(count * 2 * W);
         int64_t panels = (count + MAX_ROWS - 1) / MAX_ROWS;
         int64_t parts = panels == 1 ? 1 : (units() + DEPTH - 1) / DEPTH;
         for (int64_t part = 0; part < parts; part++) {
             int64_t k = units() * part / parts, end = units() * (part + 1) / parts;
-            const uint32_t* weights = tiles + (tile * units() + k) * STEP;
+            const Lane* weights = tiles + (tile * units() + k) * STEP;
             // Memory works while panels compute: each of the first ones fetches a line per row of what they will need next.
-            int64_t next = (end - k) * STEP;
+            int64_t next = (end - k) * STEP * N;
             for (int64_t panel = 0; panel < panels; panel++) {
                 int64_t row = count * panel / panels;
-                auto add = [&](auto n, auto b) {
-                    constexpr int R = decltype(n)::value;
-                    vf c[R][2];
-                    multiply<R>(block + row * stride + k, stride, b, end - k, c);
-                    UNROLL for (int r = 0; r < R; r++) {
-                        float* sum = sums + (row + r) * 2 * W;
-                        if (part) c[r][0] += load(sum), c[r][1] += load(sum + W);
-                        if (part == parts - 1)
-                            finish(tile, first + row + r, c[r]);
-                        else
-                            store(sum, c[r][0]), store(sum + W, c[r][1]);
-                    }
+                auto add = [&](auto rows, auto packed) {
+                    constexpr int R = decltype(rows)::value;
+                    decltype(packed) b[N];
+                    vf c[N][R][2] = {};
+                    UNROLL for (int n = 0; n < N; n++) b[n] = packed, b[n].at += n * units() * STEP;
+                    if (N == 1 && part)
+                        UNROLL for (int r = 0; r < R; r++) {
+                            const float* sum = sums + (row + r) * 2 * W;
+                            c[0][r][0] = load(sum), c[0][r][1] = load(sum + W);
+                        }
+                    add_products<R, N>(block + row * stride + k, stride, b, end - k, c);
+                    UNROLL for (int n = 0; n < N; n++)
+                        UNROLL for (int r = 0; r < R; r++) {
+                            float* sum = sums + (row + r) * 2 * W;
+                            if (part == parts - 1)
+                                finish(tile + n, first + row + r, c[n][r]);
+                            else
+                                store(sum, c[n][r][0]), store(sum + W, c[n][r][1]);
+                        }
                 };
-                with_rows((int)(count * (panel + 1) / panels - row), [&](auto n) {
+                with_rows<MOST>((int)(count * (panel + 1) / panels - row), [&](auto rows) {
                     if (panel < std::max(STEP / 16, 1))
-                        add(n, Packed<1>{weights, next + panel * 16});
+                        add(rows, Packed<T, 1>{weights, next + panel * 16});
                     else
-                        add(n, Packed<0>{weights, 0});
+                        add(rows, Packed<T, 0>{weights, 0});
                 });
             }
         }

@@ -19,49 +19,43 @@ struct Plain {
     INLINE void get(int64_t k, V& a, V& b) const { a = load(at + k * stride), b = load(at + k * stride + W); }
 };
 
-// B as packed weights: STEP lanes for each row k, of one unit of 2 · W columns. While it is worked on, LINES cache lines of
-// each row are fetched ``ahead`` lanes further on.
-template <int LINES>
+// B as packed weights of type T: STEP lanes for each row k, of one unit of 2 · W columns. While it is worked on, LINES cache
+// lines of each row are fetched ``ahead`` lanes further on.
+template <class T, int LINES>
 struct Packed {
-    static constexpr int STEP = PAIRED ? 2 * W : W;
-    const uint32_t* at;
+    static constexpr bool HALVES = std::is_same_v<T, bf16> && !PAIRED;  // two columns in a lane
+    static constexpr int STEP = HALVES ? W : 2 * W;
+    using Lane = std::conditional_t<std::is_same_v<T, float>, float, uint32_t>;
+    const Lane* at;
     int64_t ahead;
 
     template <class V>
     INLINE void get(int64_t k, V& a, V& b) const {
-        const uint32_t* p = at + k * STEP;
+        const Lane* p = at + k * STEP;
         UNROLL for (int i = 0; i < LINES; i++) __builtin_prefetch(p + ahead + i * 16);
-        if constexpr (PAIRED) {
-            a = load(p), b = load(p + W);
-        } else {
+        if constexpr (HALVES) {
             vu both = load(p);  // column i in the lower half of lane i, column W + i in the upper half
             a = (vf)(both << 16), b = (vf)(both & HIGH);
+        } else {
+            a = load(p), b = load(p + W);
         }
     }
 };
 
-// C = A · B for A [R, depth], rows ``stride`` apart; A and B in units. Few rows are summed in several parts, to hide the
-// latency of adds.
-template <int R, class U, class B>
-INLINE void multiply(const U* a, int64_t stride, B b, int64_t depth, vf (&c)[R][2]) {
-    constexpr int PARTS = R == 1 ? 4 : R <= 3 ? 2 : 1;
-    vf part[PARTS][R][2];
-    UNROLL for (int u = 0; u < PARTS; u++) UNROLL for (int r = 0; r < R; r++) part[u][r][0] = part[u][r][1] = vf{};
-    auto add = [&](int u, int64_t k) __attribute__((always_inline)) {
-        decltype(splat(*a)) b0, b1;
-        b.get(k, b0, b1);
-        UNROLL for (int r = 0; r < R; r++) {
-            auto x = splat(a[r * stride + k]);
-            part[u][r][0] = add_product(part[u][r][0], x, b0);
-            part[u][r][1] = add_product(part[u][r][1], x, b1);
+// Adds A · B to C for N panels B of 2 · W columns; A [R, depth] has rows ``stride`` apart; A and B in units. A sum takes its
+// products one by one, in the order of depth, for any R and N: a row's bits must not depend on the rows beside it.
+template <int R, int N, class U, class B>
+INLINE void add_products(const U* a, int64_t stride, const B (&b)[N], int64_t depth, vf (&c)[N][R][2]) {
+    for (int64_t k = 0; k < depth; k++) {
+        UNROLL for (int n = 0; n < N; n++) {
+            decltype(splat(*a)) b0, b1;
+            b[n].get(k, b0, b1);
+            UNROLL for (int r = 0; r < R; r++) {
+                auto x = splat(a[r * stride + k]);
+                c[n][r][0] = add_product(c[n][r][0], x, b0);
+                c[n][r][1] = add_product(c[n][r][1], x, b1);
+            }
         }
-    };
-    int64_t k = 0;
-    for (; k + PARTS <= depth; k += PARTS) UNROLL for (int u = 0; u < PARTS; u++) add(u, k + u);
-    for (; k < depth; k++) add(0, k);
-    UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int u = 1; u < PARTS; u++) part[0][r][0] += part[u][r][0], part[0][r][1] += part[u][r][1];
-        c[r][0] = part[0][r][0], c[r][1] = part[0][r][1];
     }
 }
 

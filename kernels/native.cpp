@@ -7,6 +7,13 @@
 
 namespace {
 
+template <class T>
+void linear(const void* x, int64_t rows, int64_t depth, const void* tiles, int64_t columns, const void* bias, void* y,
+            int threads) {
+    using Lane = typename Linear<T>::Lane;
+    Linear<T>{(const T*)x, rows, depth, (const Lane*)tiles, columns, (const T*)bias, (T*)y}.run(threads);
+}
+
 template <class T, class V>
 void norm(const void* x, int64_t stride, int64_t outer, int64_t inner, int64_t n, void* residual, const void* weight,
           float eps, void* y, int threads) {
@@ -36,9 +43,9 @@ extern "C" {
 int tp_width() { return W; }
 int tp_paired() { return PAIRED; }
 
-void tp_linear(const void* x, int64_t rows, int64_t depth, const void* tiles, int64_t columns, const void* bias,
-               void* y, int threads) {
-    Linear{(const bf16*)x, rows, depth, (const uint32_t*)tiles, columns, (const bf16*)bias, (bf16*)y}.run(threads);
+void tp_linear(int lower, const void* x, int64_t rows, int64_t depth, const void* tiles, int64_t columns,
+               const void* bias, void* y, int threads) {
+    (lower ? linear<bf16> : linear<float>)(x, rows, depth, tiles, columns, bias, y, threads);
 }
 
 void tp_rms_norm(int lower, int lower_weight, const void* x, int64_t stride, int64_t outer, int64_t inner, int64_t n,

@@ -1,7 +1,8 @@
 """Operators in C++ for CPUs (``native.cpp``): float32 and bfloat16, one native call each.
 
-Norms, rotary with the KV write, activations and attention run in C++ for both dtypes; linear layers for bfloat16 (see
-``native_linear``), while float32 keeps torch's. What is missing here is the reference's.
+Norms, rotary with the KV write, activations, attention and linear layers run in C++ for both dtypes; what is missing
+here is the reference's. In float32 a row's bits depend neither on the other rows of the batch nor on the number of
+threads: what a request is answered does not depend on what is computed beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NativeKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``Kernels.linear``."""
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES:
             return self._reference.linear(weight, bias)
         return self._linears.linear(weight, bias)
 

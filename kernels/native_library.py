@@ -64,7 +64,7 @@ class Functions:
     def __init__(self, library: ctypes.CDLL) -> None:
         sizes = [c_int64] * 4
         self.linear = _declare(
-            library["tp_linear"], c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int
+            library["tp_linear"], c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int
         )
         self.rms_norm = _declare(
             library["tp_rms_norm"], c_int, c_int, c_void_p, *sizes, c_void_p, c_void_p, c_float, c_void_p, c_int

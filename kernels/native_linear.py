@@ -1,7 +1,8 @@
-"""bfloat16 linear layers on CPU: ours or oneDNN's, whichever is faster here for so many rows.
+"""Linear layers on CPU: ours, or for bfloat16 oneDNN's where that is faster here for so many rows.
 
 Both pack the weight once. oneDNN has bfloat16 only where the processor has AVX-512; there each new shape is timed, some
-milliseconds at load, and a layer keeps the packed weights of the winners only. Elsewhere ours is the only one.
+milliseconds at load, and a layer keeps the packed weights of the winners only. Elsewhere, and for float32, ours is the
+only one: its rows do not depend on each other (``linear.h``), which neither oneDNN nor MKL promises.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LinearChoice:
         self._winners: dict[torch.Size, tuple[int, ...]] = {}
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A layer for ``weight`` [out, in], bfloat16, on CPU."""
+        """A layer for ``weight`` [out, in], float32 or bfloat16, on CPU."""
 
         def ours() -> Linear:
             return NativeLinear(self._library, weight, bias, self._threads, self._arena)
@@ -52,7 +53,7 @@ class LinearChoice:
 
 
 class NativeLinear:
-    """``x @ weight.T + bias``; keeps the packed weight."""
+    """``x @ weight.T + bias``; keeps the packed weight. Each row's bits depend on that row alone."""
 
     def __init__(
         self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, arena: Arena
@@ -60,6 +61,7 @@ class NativeLinear:
         self._library = library
         self._threads = threads
         self._columns, self._depth = weight.shape
+        self._dtype = weight.dtype
         self._bias = None if bias is None else bias.contiguous()
         self._tiles = arena.keep(pack(weight, library.width, paired=library.paired))
         # Constant arguments, looked up once.
@@ -70,9 +72,10 @@ class NativeLinear:
         x = x.contiguous()
         rows = x.shape[0]
         tiles, bias = self._pointers
-        output = torch.empty((rows, self._columns), dtype=torch.bfloat16)
+        output = torch.empty((rows, self._columns), dtype=self._dtype)
         # Sixteen products take as long as a value elsewhere.
         self._library.functions(rows * self._depth * self._columns // 16).linear(
+            self._dtype == torch.bfloat16,
             x.data_ptr(),
             rows,
             self._depth,
@@ -88,12 +91,15 @@ class NativeLinear:
 def pack(weight: torch.Tensor, width: int, *, paired: bool) -> torch.Tensor:
     """Tiles of 2 · ``width`` output features for multiply.h, padded with zeros.
 
-    ``paired``: a 32-bit lane holds two neighbouring inputs of a feature, [tiles, pairs, 2, width, 2]. Otherwise it
-    holds features i and ``width`` + i of one input, [tiles, in, width, 2].
+    float32: [tiles, in, 2 · width]. bfloat16, ``paired``: a 32-bit lane holds two neighbouring inputs of a feature,
+    [tiles, pairs, 2, width, 2]; otherwise it holds features i and ``width`` + i of one input, [tiles, in, width, 2].
     """
     columns, depth = weight.shape
+    paired = paired and weight.dtype == torch.bfloat16
     tiles = -(-columns // (2 * width))
     padded = torch.nn.functional.pad(weight, (0, depth % 2 if paired else 0, 0, tiles * 2 * width - columns))
+    if weight.dtype == torch.float32:
+        return padded.view(tiles, 2 * width, depth).permute(0, 2, 1)
     if paired:
         return padded.view(tiles, 2, width, -1, 2).permute(0, 3, 1, 2, 4)
     return padded.view(tiles, 2, width, depth).permute(0, 3, 2, 1)

@@ -5,8 +5,6 @@
 #include "multiply.h"
 #include "threads.h"
 
-constexpr int64_t PREFILL_TILE = PAIRED ? 512 : 256;  // keys, at most; a multiple of 2 · W
-constexpr int64_t PREFILL_UNITS = 16384;              // of a tile's keys, so that they stay in the level-2 cache
 constexpr int64_t PREFILL_ROWS = PAIRED ? 384 : 192;  // of a PrefillTask, at least one query
 
 // Queries [first, last) of one request (rows of the flat batch), one KV head.
@@ -16,15 +14,15 @@ struct PrefillTask {
     int64_t request, first, last, kv_head;
 
     using U = Unit<T>;
-    static constexpr int64_t PER = PER_UNIT<T>;
+    static constexpr int64_t PER = PER_UNIT<T>, TILE = KEY_TILE<T>;
 
     void run() const {
         const Batch& b = layer.batch;
         int64_t group = layer.group(), rows = (last - first) * group, width = padded(b.dim), units = width / PER;
         int64_t position = b.lengths[request] - b.starts[request + 1] + first, end = position + (last - first);
-        float* o = scratch<PrefillTask>(rows * (width + units + 2) + 2 * PREFILL_TILE * units + MAX_ROWS * PREFILL_TILE);
-        float *scores = o + rows * width, *most = scores + MAX_ROWS * PREFILL_TILE, *total = most + rows;
-        U *q = (U*)(total + rows), *keys = q + rows * units, *values = keys + PREFILL_TILE * units;
+        float* o = scratch<PrefillTask>(rows * (width + units + 2) + 2 * TILE * units + MAX_ROWS * TILE);
+        float *scores = o + rows * width, *most = scores + MAX_ROWS * TILE, *total = most + rows;
+        U *q = (U*)(total + rows), *keys = q + rows * units, *values = keys + TILE * units;
         std::fill(o, o + rows * width, 0.0f);
         std::fill(most, most + rows, -INFINITY);
         std::fill(total, total + rows, 0.0f);
@@ -34,9 +32,9 @@ struct PrefillTask {
                 store(q + row * units + u, load_units(from + u * PER, std::max<int64_t>(b.dim - u * PER, 0)));
         }
         int64_t panels = (rows + MAX_ROWS - 1) / MAX_ROWS;
-        int64_t tile = std::min(PREFILL_TILE, std::max<int64_t>(PREFILL_UNITS / units / (2 * W), 1) * 2 * W);
-        for (int64_t start = layer.first_key(position) / W * W; start < end; start += tile) {
-            int64_t count = std::min(tile, end - start);
+        int64_t tile = layer.tile(), count;
+        for (int64_t start = layer.first_key(position) / (2 * W) * (2 * W); start < end; start += count) {
+            count = std::min(tile - start % tile, end - start);
             pack(start, count, keys, values, width);
             for (int64_t panel = 0; panel < panels; panel++) {
                 int64_t row = rows * panel / panels, next = rows * (panel + 1) / panels;
@@ -45,21 +43,27 @@ struct PrefillTask {
                 if (seen <= 0 || layer.first_key(position + row / group) >= start + count) continue;
                 with_rows((int)(next - row), [&](auto n) {
                     constexpr int R = decltype(n)::value;
-                    vf c[R][2];
                     for (int64_t key = 0; key < seen; key += 2 * W) {
-                        multiply<R>(q + row * units, units, Plain<U>{keys + key * depth(), 2 * W}, depth(), c);
-                        UNROLL for (int r = 0; r < R; r++) store_pair(scores + r * PREFILL_TILE + key, c[r][0], c[r][1]);
+                        vf c[1][R][2] = {};
+                        Plain<U> b[] = {{keys + key * depth(), 2 * W}};
+                        add_products<R>(q + row * units, units, b, depth(), c);
+                        UNROLL for (int r = 0; r < R; r++)
+                            store_pair(scores + r * TILE + key, c[0][r][0], c[0][r][1]);
                     }
                     float shrink[R];
                     for (int r = 0; r < R; r++)
-                        shrink[r] = layer.weigh(scores + r * PREFILL_TILE, start, seen, position + (row + r) / group,
+                        shrink[r] = layer.weigh(scores + r * TILE, start, seen, position + (row + r) / group,
                                                 most[row + r], total[row + r]);
                     for (int64_t d = 0; d < width; d += 2 * W) {
-                        multiply<R>((const U*)scores, PREFILL_TILE, Plain<U>{values + d, width}, (seen + PER - 1) / PER, c);
+                        float* to = o + row * width + d;
+                        Plain<U> b[] = {{values + d, width}};
+                        vf c[1][R][2];
                         UNROLL for (int r = 0; r < R; r++) {
-                            float* to = o + (row + r) * width + d;
-                            store_pair(to, load(to) * shrink[r] + c[r][0], load(to + W) * shrink[r] + c[r][1]);
+                            c[0][r][0] = load(to + r * width) * shrink[r];
+                            c[0][r][1] = load(to + r * width + W) * shrink[r];
                         }
+                        add_products<R>((const U*)scores, TILE, b, (seen + PER - 1) / PER, c);
+                        UNROLL for (int r = 0; r < R; r++) store_pair(to + r * width, c[0][r][0], c[0][r][1]);
                     }
                 });
             }
@@ -75,8 +79,8 @@ struct PrefillTask {
     // Units of a key.
     int64_t depth() const { return (layer.batch.dim + PER - 1) / PER; }
 
-    // Keys [start, start + count) in units of head dimensions, transposed: ``keys`` [PREFILL_TILE / 2W, depth, 2W]; in units of
-    // neighbouring keys: ``values`` [PREFILL_TILE / PER, width]. What lies beyond reads as zero.
+    // Keys [start, start + count) in units of head dimensions, transposed: ``keys`` [TILE / 2W, depth, 2W]; in units of
+    // neighbouring keys: ``values`` [TILE / PER, width]. What lies beyond reads as zero.
     void pack(int64_t start, int64_t count, U* keys, U* values, int64_t width) const {
         int64_t dim = layer.batch.dim, size = layer.batch.block_size, units = depth();
         for (int64_t key = 0; key < count; key += W) {
