@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from twinpool.kv_transfer.connectors.base import CopyRange
+from twinpool.kv_transfer.copy_table import CopyTable, joined
 from twinpool.kv_transfer.links import Pair, PeerLink, PendingRead
 from twinpool.kv_transfer.messages import Final, Segment
 from twinpool.kv_transfer.segments import merge_segments
@@ -25,9 +25,9 @@ class ExchangeState(enum.Enum):
 class Exchange:
     """``block_ids`` is None until the engine has reserved; times are of the table's clock.
 
-    ``unread`` are announced segments without a read yet; ``covered`` has, per pair of ranks and block index, the layers
-    for which a read was started, as a bit mask. ``read_s`` counts the seconds with a read in flight, the present one
-    (since ``reading_at``) not yet.
+    ``unread`` are announced segments without a read yet; ``covered`` has, per pair of ranks and reserved block, the
+    layers for which a read was started, as a bit mask. ``read_s`` counts the seconds with a read in flight, the present
+    one (since ``reading_at``) not yet.
     """
 
     transfer_id: int
@@ -37,7 +37,7 @@ class Exchange:
     block_ids: tuple[int, ...] | None = None
     unread: list[Segment] = field(default_factory=list)
     reads: list[PendingRead] = field(default_factory=list)
-    covered: dict[tuple[Pair, int], int] = field(default_factory=dict)
+    covered: dict[Pair, list[int]] = field(default_factory=dict)
     final: Final | None = None
     readable_at: float = 0.0
     segment_at: float = 0.0
@@ -48,7 +48,7 @@ class Exchange:
     confirm_by: float | None = None
     read_bytes: int = 0
 
-    def take_ranges(self) -> dict[Pair, list[CopyRange]]:
+    def take_tables(self) -> dict[Pair, CopyTable]:
         """Turns all unread segments into what to copy, per pair of ranks, and counts them as covered.
 
         Only blocks with an index in ``[first_block, first_block + len(block_ids))`` are read.
@@ -56,7 +56,7 @@ class Exchange:
         assert self.block_ids is not None
         segments, self.unread = self.unread, []
         segments.sort(key=lambda segment: (segment.rank, segment.layer_start, segment.layer_end, segment.first_block))
-        ranges: dict[Pair, list[CopyRange]] = {}
+        tables: dict[Pair, list[CopyTable]] = {}
         last_block = self.first_block + len(self.block_ids)
         for segment in merge_segments(segments):
             start = max(segment.first_block, self.first_block)
@@ -71,11 +71,11 @@ class Exchange:
                 if pair.source != segment.rank or low >= high:
                     continue
                 mask = (1 << high) - (1 << low)
-                for block in range(start, end):
-                    self.covered[pair, block] = self.covered.get((pair, block), 0) | mask
-                planned = self.link.plan(pair, source_blocks, target_blocks, low, high)
-                ranges.setdefault(pair, []).extend(planned)
-        return ranges
+                covered = self.covered.setdefault(pair, [0] * len(self.block_ids))
+                at, stop = start - self.first_block, end - self.first_block
+                covered[at:stop] = [layers_so_far | mask for layers_so_far in covered[at:stop]]
+                tables.setdefault(pair, []).append(self.link.plan(pair, source_blocks, target_blocks, low, high))
+        return {pair: joined(parts) for pair, parts in tables.items()}
 
     def missing(self, block_size: int) -> str:
         """What Final promised and no segment announced, or what was not reserved; "" if nothing. After Final only."""
@@ -99,7 +99,8 @@ class Exchange:
             layers = self.link.layers(pair)
             wanted = (1 << layers.stop) - (1 << layers.start)
             # From the end: segments come in the order of blocks.
+            covered = self.covered.get(pair, [0] * len(self.block_ids or ()))
             for block in range(num_blocks - 1, self.first_block - 1, -1):
-                if self.covered.get((pair, block), 0) != wanted:
+                if covered[block - self.first_block] != wanted:
                     return f"block {block} of rank {pair.source} was not announced completely"
         return ""

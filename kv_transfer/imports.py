@@ -233,8 +233,8 @@ class ImportTable:
             if not exchange.reads:
                 exchange.reading_at = now
             try:
-                for pair, ranges in exchange.take_ranges().items():
-                    pending = exchange.link.read(pair, ranges, now)
+                for pair, table in exchange.take_tables().items():
+                    pending = exchange.link.read(pair, table, now)
                     exchange.reads.append(pending)
                     exchange.read_bytes += pending.read.num_bytes
             except ConnectorError as error:

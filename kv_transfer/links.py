@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Endpoint, Link, Read, ReadState
+from twinpool.kv_transfer.connectors.base import ConnectorError, Endpoint, Link, Read, ReadState
+from twinpool.kv_transfer.copy_table import CopyTable
 from twinpool.kv_transfer.layout import RankLayout
 from twinpool.kv_transfer.messages import LINK_TRANSFER_ID, ConnectorMessage, Done, FromDecode, Open
-from twinpool.kv_transfer.plan import plan_reads, shared_layers
+from twinpool.kv_transfer.read_planner import ReadPlanner, shared_layers
 
 ROUNDS = 4
 
@@ -83,6 +84,7 @@ class PeerLink:
         self._warm_up_bytes = warm_up_bytes
         self._sources = {source.rank: source for source in sources}
         self._links: dict[Pair, Link] = {}
+        self._planners: dict[Pair, ReadPlanner] = {}
         self._rounds_left = ROUNDS + 1
         self._round: list[PendingRead] = []
         self._round_bytes = 0
@@ -91,6 +93,7 @@ class PeerLink:
             for target in targets:
                 for source in needed_ranks(target.layout, _rotated(sources, target.rank)):
                     pair = Pair(source.rank, target.rank)
+                    self._planners[pair] = ReadPlanner(source.layout, target.layout)
                     self._links[pair] = target.endpoint.connect(source.metadata, self._sender(pair))
         except ConnectorError:
             self.close()
@@ -108,18 +111,17 @@ class PeerLink:
 
     def layers(self, pair: Pair) -> range:
         """Layers that are read by ``pair``."""
-        return shared_layers(self._sources[pair.source].layout, self._targets[pair.target].layout)
+        return self._planners[pair].layers
 
     def plan(
         self, pair: Pair, source_blocks: Sequence[int], target_blocks: Sequence[int], layer_start: int, layer_end: int
-    ) -> list[CopyRange]:
+    ) -> CopyTable:
         """Plans the copy of layers of some blocks."""
-        source, target = self._sources[pair.source].layout, self._targets[pair.target].layout
-        return plan_reads(source, target, source_blocks, target_blocks, layer_start, layer_end)
+        return self._planners[pair].plan(source_blocks, target_blocks, layer_start, layer_end)
 
-    def read(self, pair: Pair, ranges: Sequence[CopyRange], now: float) -> PendingRead:
+    def read(self, pair: Pair, table: CopyTable, now: float) -> PendingRead:
         """Starts a read. Raises ConnectorError if the source is gone."""
-        return PendingRead(pair, self._links[pair].read(ranges), now)
+        return PendingRead(pair, self._links[pair].read(table), now)
 
     def poll(self, pending: PendingRead) -> ReadState:
         """Progress and state of a read."""
@@ -173,10 +175,10 @@ class PeerLink:
         self._round_started = clock()
         for pair in self._links:
             layers = self.layers(pair)
-            ranges = self.plan(pair, [0], [0], layers.start, layers.stop)
-            block_bytes = sum(item.length for item in ranges)
+            table = self.plan(pair, [0], [0], layers.start, layers.stop)
+            block_bytes = table.num_bytes
             repeat = 1 if connecting else max(1, min(64, self._warm_up_bytes // block_bytes))
-            self._round.append(self.read(pair, ranges * repeat, self._round_started))
+            self._round.append(self.read(pair, table.repeat(repeat), self._round_started))
             self._round_bytes += block_bytes * repeat
 
     def _sender(self, pair: Pair) -> Callable[[bytes], None]:

@@ -86,7 +86,7 @@ class Kind(enum.IntEnum):
 
     To the rank: CONNECT(link, payload = metadata), CLOSE(link), DELIVER_LINK(link, payload) and
     DELIVER_PEER(peer, payload) are answered by REPLY(1 if it worked, payload = text), in order. READ(link, read,
-    payload = ranges as int64 triples) is answered by STATE(read, 1 if done, payload = transport). ACCEPT(peer,
+    payload = an encoded ``CopyTable``) is answered by STATE(read, 1 if done, payload = transport). ACCEPT(peer,
     payload = its name), DISMISS(peer), PROGRESS (make progress for a while). From the rank also: FROM_LINK(link,
     payload), FROM_PEER(peer, payload).
     """

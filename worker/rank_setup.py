@@ -21,9 +21,10 @@ from twinpool.config import Config, EngineSection, ModelConfig, PoolSection
 from twinpool.engine.memory import GIB
 from twinpool.engine.shard import StepSizes
 from twinpool.errors import ConfigError
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, ReadState
+from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, ReadState
 from twinpool.kv_transfer.connectors.choose import make_connector
 from twinpool.kv_transfer.connectors.ucx import UcxSettings
+from twinpool.kv_transfer.copy_table import CopyTable
 from twinpool.kv_transfer.layout import RankLayout
 from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S
 
@@ -90,7 +91,7 @@ def self_transfer(connector: Connector, layout: RankLayout) -> None:
     connector.accept(SELF, lambda payload: inbox.put(partial(link.deliver, payload)))
     link = connector.connect(connector.metadata(), lambda payload: inbox.put(partial(connector.deliver, SELF, payload)))
     try:
-        read = link.read([CopyRange(0, 0, layout.block_bytes)])
+        read = link.read(CopyTable.of([(0, 0, layout.block_bytes)]))
         deadline = time.monotonic() + SELF_TRANSFER_TIMEOUT_S
         while (state := link.poll(read)) is ReadState.PENDING:
             connector.progress()

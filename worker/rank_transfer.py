@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from twinpool.engine.channel import Channel, ChannelClosed
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, Link, Read, ReadState
+from twinpool.kv_transfer.block_table import decode_table
+from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, Link, Read, ReadState
 from twinpool.kv_transfer.imports import POLL_INTERVAL_S
 from twinpool.kv_transfer.transfer_thread import PUMP_INTERVAL_S, TransferThread
 from twinpool.worker.rank_messages import Kind, TransferMessage
@@ -123,10 +122,9 @@ class RankTransfer:
         self._send(kind, number, payload=payload)
 
     def _read(self, link: int, number: int, payload: bytes) -> None:
-        table = np.frombuffer(payload, np.int64).reshape(-1, 3).tolist()
         try:
-            read = self._links[link].read([CopyRange(*item) for item in table])
-        except ConnectorError as error:
+            read = self._links[link].read(decode_table(payload))
+        except (ConnectorError, ValueError) as error:
             log.warning("a read cannot start: %s", error)
             self._send(Kind.STATE, number, 0)
             return

@@ -16,13 +16,12 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from twinpool.engine.channel import Channel, ChannelClosed
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Read, ReadState, Send
+from twinpool.kv_transfer.connectors.base import ConnectorError, Read, ReadState, Send
+from twinpool.kv_transfer.copy_table import CopyTable
 from twinpool.worker.rank_messages import Kind, TransferMessage
 
 ANSWER_TIMEOUT_S = 30.0
@@ -145,13 +144,12 @@ class RemoteConnector:
             raise RuntimeError(f"rank {self._rank} of this worker does not answer")
         return answer
 
-    def start_read(self, link: RemoteLink, ranges: Sequence[CopyRange]) -> RemoteRead:
+    def start_read(self, link: RemoteLink, table: CopyTable) -> RemoteRead:
         """For ``RemoteLink``."""
         number = next(self._numbers)
-        table = np.array([(item.source, item.target, item.length) for item in ranges], np.int64)
-        read = RemoteRead(int(table[:, 2].sum()))
+        read = RemoteRead(table.num_bytes)
         self._reads[number] = (link, read)
-        self.tell(Kind.READ, link.number, number, table.tobytes())
+        self.tell(Kind.READ, link.number, number, table.encode())
         return read
 
     def forget(self, link: RemoteLink) -> None:
@@ -198,9 +196,9 @@ class RemoteLink:
         self.transport = transport
         self._closed = False
 
-    def read(self, ranges: Sequence[CopyRange]) -> RemoteRead:
+    def read(self, table: CopyTable) -> RemoteRead:
         """See ``Link``; a peer that is gone shows as FAILED."""
-        return self._connector.start_read(self, ranges)
+        return self._connector.start_read(self, table)
 
     def poll(self, read: Read) -> ReadState:
         """What the rank last said."""

@@ -17,10 +17,12 @@ All methods are called on the transfer thread of the worker, except ``allocate``
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
+
+from twinpool.kv_transfer.copy_table import CopyTable
 
 
 class ReadState(enum.Enum):
@@ -29,17 +31,6 @@ class ReadState(enum.Enum):
     PENDING = "pending"
     DONE = "done"
     FAILED = "failed"
-
-
-class CopyRange(NamedTuple):
-    """Copies ``length`` bytes from offset ``source`` of the peer's region to offset ``target`` of ours.
-
-    A tuple, because a read has thousands of them and they are made while nobody else can run.
-    """
-
-    source: int
-    target: int
-    length: int
 
 
 class ConnectorError(Exception):
@@ -61,7 +52,7 @@ class Link(Protocol):
     def transport(self) -> str:
         """Connector and transport in use, for example "nixl/shm"."""
 
-    def read(self, ranges: Sequence[CopyRange]) -> Read:
+    def read(self, table: CopyTable) -> Read:
         """Starts reading. Raises ConnectorError if the peer is gone (then nothing lands)."""
 
     def poll(self, read: Read) -> ReadState:
@@ -120,20 +111,11 @@ class Connector(Endpoint, Protocol):
         """Allocates and registers the region: flat uint8. Called once."""
 
 
-def check_ranges(ranges: Sequence[CopyRange], source_bytes: int, target_bytes: int) -> int:
-    """Adds up the lengths of ``ranges``; ConnectorError if one leaves the peer's region or ours."""
-    total = 0
-    for item in ranges:
-        if (
-            item.length <= 0
-            or item.source < 0
-            or item.target < 0
-            or item.source + item.length > source_bytes
-            or item.target + item.length > target_bytes
-        ):
-            raise ConnectorError(
-                f"{item} is outside the regions of {source_bytes} and {target_bytes} bytes; "
-                "the peer announced blocks that it does not have, restart it"
-            )
-        total += item.length
-    return total
+def check_table(table: CopyTable, source_bytes: int, target_bytes: int) -> None:
+    """Raises ConnectorError if a range of ``table`` is empty, or leaves the peer's region or ours."""
+    outside = table.outside(source_bytes, target_bytes)
+    if outside is not None:
+        raise ConnectorError(
+            f"{outside} is outside the regions of {source_bytes} and {target_bytes} bytes; "
+            "the peer announced blocks that it does not have, restart it"
+        )

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, Link, Read, ReadState, Send
+from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, Link, Read, ReadState, Send
+from twinpool.kv_transfer.copy_table import CopyTable
 
 
 class Fault(enum.Enum):
@@ -119,7 +120,7 @@ class FaultyRead:
     """``inner`` is None as long as nothing may land."""
 
     num_bytes: int
-    ranges: list[CopyRange]
+    table: CopyTable
     fault: Fault
     polls_left: int
     inner: Read | None = None
@@ -140,18 +141,18 @@ class FaultyLink:
         """The inner link's."""
         return self._inner.transport
 
-    def read(self, ranges: Sequence[CopyRange]) -> FaultyRead:
+    def read(self, table: CopyTable) -> FaultyRead:
         """Starts, or refuses to."""
         fault = self._next_fault()
         if fault is Fault.REFUSE:
             raise ConnectorError("the script refuses this read")
-        read = FaultyRead(sum(item.length for item in ranges), list(ranges), fault, self._delay_polls)
+        read = FaultyRead(table.num_bytes, table, fault, self._delay_polls)
         if fault is Fault.HANG:
             self._hung.append(read)
         elif fault is Fault.FAIL:
-            read.inner = self._inner.read(_first_half(ranges))
+            read.inner = self._inner.read(_first_half(table))
         elif fault is Fault.NONE:
-            read.inner = self._inner.read(ranges)
+            read.inner = self._inner.read(table)
         return read
 
     def poll(self, read: Read) -> ReadState:
@@ -163,7 +164,7 @@ class FaultyLink:
             read.polls_left -= 1
             if read.polls_left > 0:
                 return ReadState.PENDING
-            read.inner = self._inner.read(read.ranges)
+            read.inner = self._inner.read(read.table)
         if read.inner is None:
             return ReadState.PENDING
         state = self._inner.poll(read.inner)
@@ -177,7 +178,7 @@ class FaultyLink:
         """Lands what hangs, unless the link is closed."""
         hung, self._hung = self._hung, []
         for read in hung if not self._closed else []:
-            read.inner = self._inner.read(read.ranges)
+            read.inner = self._inner.read(read.table)
             while self._inner.poll(read.inner) is ReadState.PENDING:
                 pass
 
@@ -187,9 +188,6 @@ class FaultyLink:
         self._inner.close()
 
 
-def _first_half(ranges: Sequence[CopyRange]) -> list[CopyRange]:
-    """Half of the ranges, at least part of one."""
-    if len(ranges) > 1:
-        return list(ranges[: len(ranges) // 2])
-    only = ranges[0]
-    return [CopyRange(only.source, only.target, max(1, only.length // 2))]
+def _first_half(table: CopyTable) -> CopyTable:
+    """Half of the bytes, at least one."""
+    return table.slices(max(1, table.num_bytes // 2), len(table))[0]

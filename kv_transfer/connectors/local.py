@@ -26,12 +26,12 @@ import struct
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Read, ReadState, Send, check_ranges
+from twinpool.kv_transfer.connectors.base import ConnectorError, Read, ReadState, Send, check_table
+from twinpool.kv_transfer.copy_table import CopyTable
 
 _HEADER = struct.Struct("<8s16sQ")
 _MAGIC = b"twinpool"
@@ -134,10 +134,10 @@ class LocalConnector:
 
 @dataclass(slots=True)
 class LocalRead:
-    """A read in slices; ``left`` are the ranges, or parts of them, not yet copied."""
+    """A read in slices; ``left`` are the ranges, or parts of them, not yet copied: (source, target, length)."""
 
     num_bytes: int
-    left: deque[CopyRange] = field(default_factory=deque)
+    left: deque[tuple[int, int, int]] = field(default_factory=deque)
     state: ReadState = ReadState.PENDING
 
 
@@ -189,12 +189,12 @@ class LocalLink:
         """Whether ``close`` was called."""
         return self._closed
 
-    def read(self, ranges: Sequence[CopyRange]) -> LocalRead:
+    def read(self, table: CopyTable) -> LocalRead:
         """Starts a read; nothing is copied before ``poll``."""
-        num_bytes = check_ranges(ranges, self._source_bytes, self._region.numel())
+        check_table(table, self._source_bytes, self._region.numel())
         if self._closed or not self._alive():
             raise ConnectorError(f"the source (process {self._pid}) is gone")
-        return LocalRead(num_bytes, deque(ranges))
+        return LocalRead(table.num_bytes, deque(table))
 
     def poll(self, read: Read) -> ReadState:
         """Copies the next slice. FAILED if the source died meanwhile: its memory may not be what was announced."""
@@ -208,13 +208,12 @@ class LocalLink:
         budget = self._slice_bytes
         target_address = self._region.data_ptr()
         while read.left and budget > 0:
-            item = read.left.popleft()
-            length = min(item.length, budget)
-            ctypes.memmove(target_address + item.target, self._source_address + item.source, length)
+            source, target, left = read.left.popleft()
+            length = min(left, budget)
+            ctypes.memmove(target_address + target, self._source_address + source, length)
             budget -= length
-            if length < item.length:
-                rest = CopyRange(item.source + length, item.target + length, item.length - length)
-                read.left.appendleft(rest)
+            if length < left:
+                read.left.appendleft((source + length, target + length, left - length))
         if not read.left:
             read.state = ReadState.DONE if self._alive() else ReadState.FAILED
         return read.state

@@ -11,14 +11,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, Read, ReadState, Send, check_ranges
+from twinpool.kv_transfer.connectors.base import ConnectorError, Read, ReadState, Send, check_table
 from twinpool.kv_transfer.connectors.pair_backends import GlooBackend, NcclBackend, PairBackend
 from twinpool.kv_transfer.connectors.pair_group import Operation, PairGroup
 from twinpool.kv_transfer.connectors.pair_messages import (
@@ -32,8 +32,8 @@ from twinpool.kv_transfer.connectors.pair_messages import (
     encode,
 )
 from twinpool.kv_transfer.connectors.pair_store import PairStore
-from twinpool.kv_transfer.connectors.slices import slice_ranges
 from twinpool.kv_transfer.connectors.staging import Staging, new_stream, record_event
+from twinpool.kv_transfer.copy_table import CopyTable
 
 SLICE_BYTES = 4 << 20
 WINDOW = 4
@@ -55,7 +55,7 @@ class _Slice:
     """Part of a read, on its way into ``buffer``; ``copied`` is recorded behind the copy on a GPU."""
 
     read: NcclRead
-    ranges: list[CopyRange]
+    table: CopyTable
     buffer: torch.Tensor
     copied: Any = None
 
@@ -64,7 +64,7 @@ class _Slice:
 class _Traffic:
     """Slices by progress. ``received`` is filled by the pair's thread."""
 
-    waiting: deque[tuple[NcclRead, list[CopyRange]]] = field(default_factory=deque)
+    waiting: deque[tuple[NcclRead, CopyTable]] = field(default_factory=deque)
     received: deque[_Slice] = field(default_factory=deque)
     copying: deque[_Slice] = field(default_factory=deque)
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -114,13 +114,13 @@ class NcclLink:
         """Whether ``close`` was called."""
         return self._closed
 
-    def read(self, ranges: Sequence[CopyRange]) -> NcclRead:
+    def read(self, table: CopyTable) -> NcclRead:
         """Asks for the first slices. Raises ConnectorError if the peer is known to be gone."""
-        num_bytes = check_ranges(ranges, self._source_bytes, self._region.numel())
+        check_table(table, self._source_bytes, self._region.numel())
         if self._closed or self._failure is not None:
             raise ConnectorError(f"the link is closed ({self._failure or 'by us'}); link again")
-        slices = slice_ranges(ranges, SLICE_BYTES, MAX_RANGES)
-        read = NcclRead(num_bytes, len(slices))
+        slices = table.slices(SLICE_BYTES, MAX_RANGES)
+        read = NcclRead(table.num_bytes, len(slices))
         self._traffic.waiting.extend((read, part) for part in slices)
         self._ask()
         return read
@@ -185,17 +185,17 @@ class NcclLink:
                     return
                 traffic.num_buffers += 1
                 traffic.buffers.append(self._staging.buffer())
-            read, ranges = traffic.waiting.popleft()
-            self._send(encode(ReadSlice(self._pair, tuple((item.source, item.length) for item in ranges))))
-            self._receive(_Slice(read, ranges, traffic.buffers.pop()))
+            read, table = traffic.waiting.popleft()
+            self._send(encode(ReadSlice(self._pair, tuple((item.source, item.length) for item in table))))
+            self._receive(_Slice(read, table, traffic.buffers.pop()))
 
     def _receive(self, item: _Slice) -> None:
-        part = item.buffer[: sum(each.length for each in item.ranges)]
+        part = item.buffer[: item.table.num_bytes]
         received: Callable[[_Slice], None] = self._traffic.received.append
         self._group.post(Operation(lambda: part, lambda: received(item)))
 
     def _copy(self, item: _Slice) -> None:
-        targets = [(each.target, each.length) for each in item.ranges]
+        targets = [(each.target, each.length) for each in item.table]
         if self._stream is None:
             self._staging.scatter(item.buffer, targets)
         else:

@@ -6,14 +6,14 @@ The agent lives as long as the reader. The source is a ``NixlConnector`` that mu
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import nixl._api as nixl_api
 import torch
 
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange
+from twinpool.kv_transfer.connectors.base import ConnectorError
 from twinpool.kv_transfer.connectors.nixl import source_address
+from twinpool.kv_transfer.copy_table import CopyTable
 
 
 class RawReader:
@@ -27,13 +27,13 @@ class RawReader:
         self._source, agent_metadata = source_address(metadata)
         self._remote = self._agent.add_remote_agent(agent_metadata)
 
-    def read(self, ranges: Sequence[CopyRange]) -> float:
-        """Seconds from the post of one read of all ``ranges`` to its end; making the request is not counted.
+    def read(self, table: CopyTable) -> float:
+        """Seconds from the post of one read of all of ``table`` to its end; making the request is not counted.
 
         Raises ConnectorError if it fails.
         """
-        ours = [(self._base + item.target, item.length, 0) for item in ranges]
-        theirs = [(self._source + item.source, item.length, 0) for item in ranges]
+        ours = [(self._base + item.target, item.length, 0) for item in table]
+        theirs = [(self._source + item.source, item.length, 0) for item in table]
         handle = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(ours, "DRAM"),

@@ -17,8 +17,9 @@ from tiny_models import write_tiny_llama
 from twinpool.engine.errors import RanksLost
 from twinpool.engine.plan import ScheduledRequest, StepPlan
 from twinpool.engine.request import Request, SamplingParams, StopParams
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, ReadState
+from twinpool.kv_transfer.connectors.base import ConnectorError, ReadState
 from twinpool.kv_transfer.connectors.local import LocalConnector
+from twinpool.kv_transfer.copy_table import CopyTable
 
 BLOCK = 8
 SHAPES = {"inline": (1, 1), "TP2": (2, 1), "PP2": (1, 2)}
@@ -56,7 +57,7 @@ def region(pool: Pool) -> Iterator[Callable[[int], bytes]]:
 
     def read(rank: int) -> bytes:
         length = pool.ranks[rank].layout.block_bytes * pool.built.num_blocks
-        started = links[rank].read([CopyRange(0, 0, length)])
+        started = links[rank].read(CopyTable.of([(0, 0, length)]))
         while links[rank].poll(started) is ReadState.PENDING:
             pass
         return bytes(target[:length].numpy())
@@ -129,7 +130,7 @@ def test_endpoints_of_all_ranks_behave_like_connectors(pool: Pool) -> None:
             item.endpoint.connect(b"nonsense", lambda payload: None)
         link = item.endpoint.connect(source.metadata(), lambda payload: None)
         assert link.transport == "local/shm"
-        read = link.read([CopyRange(0, 0, 1 << 10), CopyRange(1 << 11, 1 << 10, 1 << 10)])
+        read = link.read(CopyTable.of([(0, 0, 1 << 10), (1 << 11, 1 << 10, 1 << 10)]))
         assert read.num_bytes == 1 << 11
         while (state := link.poll(read)) is ReadState.PENDING:
             pass

@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, CopyRange, Link, Read, ReadState
+from twinpool.kv_transfer.block_table import BlockTable
+from twinpool.kv_transfer.connectors.base import Connector, ConnectorError, Link, Read, ReadState
 from twinpool.kv_transfer.connectors.choose import make_connector, nixl_installed
 from twinpool.kv_transfer.connectors.faulty import FaultyConnector
 from twinpool.kv_transfer.connectors.nccl import NcclConnector
 from twinpool.kv_transfer.connectors.ucx import UcxSettings
+from twinpool.kv_transfer.copy_table import CopyRange, CopyTable
 
 SOURCE = Path(__file__).with_name("kv_source.py")
 MIB = 1 << 20
@@ -84,8 +86,8 @@ class SessionLink:
     def transport(self) -> str:
         return self.inner.transport
 
-    def read(self, ranges: list[CopyRange]) -> Read:
-        return self.inner.read(ranges)
+    def read(self, ranges: list[CopyRange] | CopyTable) -> Read:
+        return self.inner.read(ranges if isinstance(ranges, CopyTable) else CopyTable.of(ranges))
 
     def poll(self, read: Read) -> ReadState:
         with contextlib.suppress(queue.Empty):
@@ -130,7 +132,7 @@ class Bench:
     def finish(self, link: SessionLink, read: Read) -> ReadState:
         return poll_until(lambda: link.poll(read), lambda state: state is not ReadState.PENDING)
 
-    def read(self, link: SessionLink, ranges: list[CopyRange]) -> ReadState:
+    def read(self, link: SessionLink, ranges: list[CopyRange] | CopyTable) -> ReadState:
         try:
             return self.finish(link, link.read(ranges))
         except ConnectorError:
@@ -208,6 +210,32 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(bench: Bench, shape: st
     assert read.num_bytes == sum(item.length for item in SHAPES[shape])
     assert bench.finish(link, read) is ReadState.DONE
     assert torch.equal(bench.region, expected)
+
+
+@pytest.mark.parametrize("count", [1, 20, 512])
+def test_whole_blocks_arrive_where_they_belong(bench: Bench, count: int) -> None:
+    """512 blocks take more than one request."""
+    source = bench.source()
+    link = bench.connect(source)
+    block_bytes = 65536
+    number = bench.region.numel() // block_bytes
+    table = BlockTable(
+        [(5 * i) % number for i in range(count)], [(7 * i + 3) % number for i in range(count)], block_bytes
+    )
+    expected = bench.region.view(number, block_bytes).clone()
+    expected[table.target] = source.content.view(number, block_bytes)[table.source]
+    read = link.read(table)
+    assert read.num_bytes == count * block_bytes
+    assert bench.finish(link, read) is ReadState.DONE
+    assert torch.equal(bench.region, expected.view(-1))
+
+
+@pytest.mark.parametrize("bad", [(-1, 0), (0, -1), (1024, 0), (0, 1024)])
+def test_blocks_outside_the_regions_are_refused(bench: Bench, bad: tuple[int, int]) -> None:
+    link = bench.connect(bench.source())
+    with pytest.raises(ConnectorError, match="outside the regions"):
+        link.read(BlockTable([1, bad[0]], [1, bad[1]], 65536))
+    assert bench.read(link, BlockTable([1023], [1023], 65536)) is ReadState.DONE
 
 
 def test_a_read_larger_than_a_slice(bench: Bench) -> None:

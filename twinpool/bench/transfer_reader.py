@@ -25,7 +25,7 @@ from twinpool.kv_transfer.events import Event, LinkDown, LinkUp, Loaded, Lost, R
 from twinpool.kv_transfer.imports import ImportLimits, ImportTable, SourceRank
 from twinpool.kv_transfer.links import RankEndpoint
 from twinpool.kv_transfer.messages import FromDecode, FromPrefill
-from twinpool.kv_transfer.plan import plan_reads
+from twinpool.kv_transfer.read_planner import ReadPlanner
 from twinpool.kv_transfer.transfer_thread import TransferThread
 from twinpool.proto import worker_pb2
 from twinpool.rpc import Dialer
@@ -137,13 +137,14 @@ async def measure(sizes: Sequence[int], rounds: int, side: Side, source: subproc
 
 
 async def _size(reader: Reader, link: PrefillLink, raw: RawReader, num_blocks: int, rounds: int) -> dict[str, Any]:
-    ranges = plan_reads(RANK, RANK, source_blocks(num_blocks), target_blocks(num_blocks), 0, RANK.num_layers)
+    planner = ReadPlanner(RANK, RANK)
+    table = planner.plan(source_blocks(num_blocks), target_blocks(num_blocks), 0, RANK.num_layers)
     num_bytes = num_blocks * RANK.block_bytes
     raw_s, read_s, whole_s = [], [], []
     for number in range(rounds + 1):
         reader.order(spin=True)
         await asyncio.sleep(PAUSE_S)
-        seconds = await asyncio.to_thread(raw.read, ranges)
+        seconds = await asyncio.to_thread(raw.read, table)
         reader.order(spin=False)
         whole, loaded = await reader.exchange(link, num_blocks)
         if loaded.transfer_bytes != num_bytes:

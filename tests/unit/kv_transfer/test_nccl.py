@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twinpool.kv_transfer.connectors.base import ConnectorError, CopyRange, ReadState
+from twinpool.kv_transfer.connectors.base import ConnectorError, ReadState
 from twinpool.kv_transfer.connectors.nccl import NcclConnector, data_host
 from twinpool.kv_transfer.connectors.nccl_link import SLICE_BYTES, WINDOW, NcclLink
 from twinpool.kv_transfer.connectors.pair_group import MAX_UNDER_WAY
@@ -31,6 +31,7 @@ from twinpool.kv_transfer.connectors.pair_messages import (
     decode,
     encode,
 )
+from twinpool.kv_transfer.copy_table import CopyTable
 
 REGION_BYTES = 2 * SLICE_BYTES
 BOUND_S = 20.0
@@ -68,8 +69,8 @@ class Ends:
             assert time.monotonic() < deadline
             self.pump()
 
-    def read(self, link: NcclLink, ranges: list[CopyRange]) -> ReadState:
-        read = link.read(ranges)
+    def read(self, link: NcclLink, table: CopyTable) -> ReadState:
+        read = link.read(table)
         self.until(lambda: link.poll(read) is not ReadState.PENDING)
         return link.poll(read)
 
@@ -115,7 +116,7 @@ def test_it_listens_on_the_configured_address_alone() -> None:
     connector.accept(READER, lambda payload: inbox.put(partial(link.deliver, payload)))
     inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     link = connector.connect(connector.metadata(), lambda p: inbox.put(partial(connector.deliver, READER, p)))
-    read = link.read([CopyRange(0, 2048, 1024)])
+    read = link.read(CopyTable.of([(0, 2048, 1024)]))
     deadline = time.monotonic() + BOUND_S
     while link.poll(read) is ReadState.PENDING and time.monotonic() < deadline:
         with contextlib.suppress(queue.Empty):
@@ -175,7 +176,7 @@ def test_senseless_payloads_are_refused(ends: Ends, payload: bytes) -> None:
 @pytest.mark.parametrize("ranges", [((REGION_BYTES - 1, 2),), ((0, 0),), ((0, SLICE_BYTES), (0, 1))], ids=str)
 def test_a_source_sends_nothing_that_is_not_its_own(ends: Ends, ranges: tuple[tuple[int, int], ...]) -> None:
     link = ends.connect()
-    assert ends.read(link, [CopyRange(0, 0, 16)]) is ReadState.DONE
+    assert ends.read(link, CopyTable.of([(0, 0, 16)])) is ReadState.DONE
     (_, pair) = next(iter(ends.source._sources))
     with pytest.raises(ConnectorError, match="asks for"):
         ends.source.deliver(READER, encode(ReadSlice(pair, ranges)))
@@ -183,7 +184,7 @@ def test_a_source_sends_nothing_that_is_not_its_own(ends: Ends, ranges: tuple[tu
 
 def test_a_reader_that_asks_and_never_receives_is_stopped_and_its_thread_ends(ends: Ends) -> None:
     link = ends.connect()
-    assert ends.read(link, [CopyRange(0, 0, 16)]) is ReadState.DONE
+    assert ends.read(link, CopyTable.of([(0, 0, 16)])) is ReadState.DONE
     (_, pair) = next(iter(ends.source._sources))
 
     def ask_too_much() -> None:
@@ -194,12 +195,12 @@ def test_a_reader_that_asks_and_never_receives_is_stopped_and_its_thread_ends(en
         ask_too_much()
     ends.source.dismiss(READER)
     ends.until(lambda: len(pair_threads()) <= 1)
-    assert ends.read(link, [CopyRange(0, 0, 16)]) is ReadState.FAILED
+    assert ends.read(link, CopyTable.of([(0, 0, 16)])) is ReadState.FAILED
 
 
 def test_a_reader_that_leaves_frees_the_source(ends: Ends) -> None:
     link = ends.connect()
-    link.read([CopyRange(0, 0, REGION_BYTES)])
+    link.read(CopyTable.of([(0, 0, REGION_BYTES)]))
     link.close()
     ends.region.zero_()
     ends.until(lambda: not ends.source._sources and not pair_threads())
@@ -209,21 +210,21 @@ def test_a_reader_that_leaves_frees_the_source(ends: Ends) -> None:
 def test_metadata_of_an_earlier_process_fails_at_once(ends: Ends) -> None:
     link = ends.connect()
     ends.source._nonce = bytes(16)
-    assert ends.read(link, [CopyRange(0, 0, 16)]) is ReadState.FAILED
+    assert ends.read(link, CopyTable.of([(0, 0, 16)])) is ReadState.FAILED
     with pytest.raises(ConnectorError, match="earlier process"):
-        link.read([CopyRange(0, 0, 16)])
+        link.read(CopyTable.of([(0, 0, 16)]))
 
 
 def test_a_source_that_never_answers_fails_the_read() -> None:
     reader = NcclConnector("127.0.0.1", connect_timeout_s=0.2)
     reader.allocate(4096, torch.device("cpu"))
     link = reader.connect(reader.metadata(), lambda payload: None)
-    read = link.read([CopyRange(0, 0, 16)])
+    read = link.read(CopyTable.of([(0, 0, 16)]))
     deadline = time.monotonic() + BOUND_S
     while link.poll(read) is ReadState.PENDING:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert link.poll(read) is ReadState.FAILED
     with pytest.raises(ConnectorError, match=r"did not connect within 0.2 s"):
-        link.read([CopyRange(0, 0, 16)])
+        link.read(CopyTable.of([(0, 0, 16)]))
     reader.close()
