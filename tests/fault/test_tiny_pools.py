@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import still_source
+import unhurried_worker
 from load import check_all_same, prompt, stream
 
 from clusters import Cluster
@@ -32,6 +33,7 @@ def running_pools(tmp_path_factory: pytest.TempPathFactory, long_llama: Path, pa
         settings[f"{pool}.engine.prefill_chunk"] = 64
     cluster = Cluster.of(tmp_path_factory.mktemp("pools"), long_llama, settings=settings)
     cluster.entries["prefill-0"] = Path(still_source.__file__)
+    cluster.entries["decode-0"] = Path(unhurried_worker.__file__)
     try:
         cluster.launch_all()
         asyncio.run(cluster.ready())
@@ -103,6 +105,8 @@ async def test_cancel_in_each_state(pools: Cluster) -> None:
         def ask(seed: int) -> asyncio.Task[Completion]:
             return asyncio.create_task(client.generate(prompt(seed, 1020), max_tokens=700, **GREEDY))
 
+        # A fast machine would be through with an answer before all three were seen in their states.
+        pools.signal("decode-0", signal.SIGUSR1)
         for order in ((2, 1, 0), (0, 1, 2), (1, 2, 0)):
             first = ask(120)
             await until("decode", lambda s: s[0] == 1)
@@ -113,6 +117,7 @@ async def test_cancel_in_each_state(pools: Cluster) -> None:
             for index in order:
                 await cancelled((first, second, third)[index])
             await pools.all_free()
+        pools.signal("decode-0", signal.SIGUSR2)
         probe = await client.generate(prompt(123, 100), max_tokens=3, **GREEDY)
         assert probe.usage.redispatches == 0
 
