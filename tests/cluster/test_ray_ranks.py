@@ -193,6 +193,7 @@ async def test_a_rank_dies_and_its_worker_with_it(
         cluster.stop()
 
 
+@pytest.mark.slow
 async def test_a_worker_with_a_cluster_of_its_own(
     tmp_path: Path, ray_folder: str, model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

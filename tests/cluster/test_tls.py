@@ -133,6 +133,7 @@ async def check_internal(cluster: Cluster, names: Names) -> None:
     await cluster.until(lambda status: all(worker.state == "alive" for worker in status.workers))
 
 
+@pytest.mark.slow
 async def test_up_with_certificates(tiny_llama: Path, tmp_path: Path, names: Names) -> None:
     pair = names.ours.sign("all")
     settings = {f"tls.{key}": str(value) for key, value in names.ours.settings(pair).items()}

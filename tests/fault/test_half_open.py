@@ -134,12 +134,16 @@ async def test_prefill_workers_are_cut_off_from_decode(wired: tuple[Cluster, Wir
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     async with cluster.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
-        running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
+        # As many as keep both prefill workers at it until one is cut off.
+        salts = [f"disturbed {number}" for number in range(4)]
+        running = [
+            asyncio.create_task(client.generate(ids, cache_salt=salt, **options)) for salt in salts for ids in prompts
+        ]
         status = await cluster.until(lambda status: any(worker.loading for worker in status.workers))
         victim = busiest(status, "prefill").worker_id
         wires.kv[victim].cut()
         got = await asyncio.gather(*running)
-        check_all_same(got, wanted)
+        check_all_same(got, wanted * len(salts))
         assert sum(answer.usage.redispatches for answer in got) > 0
 
         def unlinked(status: Status) -> bool:
