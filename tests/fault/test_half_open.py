@@ -127,6 +127,7 @@ async def test_prefill_worker_is_cut_off_from_the_router(wired: tuple[Cluster, W
         await cluster.until(whole, BACK_S)
 
 
+@pytest.mark.slow
 async def test_prefill_workers_are_cut_off_from_decode(wired: tuple[Cluster, Wires]) -> None:
     """One kv.v1 port is dead while both still answer the router: the other prefill worker takes over."""
     cluster, wires = wired
