@@ -93,12 +93,7 @@ def start_cluster(tmp_path: Path) -> StartCluster:
 
     @contextlib.asynccontextmanager
     async def start(model: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Cluster]:
-        cluster = Cluster.of(tmp_path, model, *args, **kwargs)
-        try:
-            cluster.launch_all()
-            await cluster.ready()
+        async with Cluster.of(tmp_path, model, *args, **kwargs).started() as cluster:
             yield cluster
-        finally:
-            cluster.stop()
 
     return start

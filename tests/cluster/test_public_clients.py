@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ WEATHER: Any = {
     },
 }
 HELLO: Any = [{"role": "user", "content": "hello"}]
+CANCELLED = 'twinpool_router_requests_total{outcome="cancelled"}'
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -41,12 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, make_tiny_llama: Any) -> I
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
     cluster = Cluster.of(tmp_path_factory.mktemp("clients"), folder)
-    try:
-        cluster.launch_all()
-        asyncio.run(cluster.ready())
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
@@ -145,6 +141,7 @@ def test_openai_structured_output(client: openai.OpenAI) -> None:
 
 
 async def test_openai_async_client_cancels_by_closing(cluster: Cluster) -> None:
+    before = (await cluster.metrics()).get(CANCELLED, 0.0)
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{cluster.http_port}/v1", api_key="none") as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=400, stream=True, **GREEDY
@@ -153,6 +150,7 @@ async def test_openai_async_client_cancels_by_closing(cluster: Cluster) -> None:
             async for _ in stream:
                 break
         await cluster.all_free()
+    assert (await cluster.metrics())[CANCELLED] == before + 1
 
 
 def test_buf_curl(cluster: Cluster) -> None:

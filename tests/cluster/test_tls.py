@@ -52,12 +52,8 @@ async def secured(folder: Path, model: Path, names: Names) -> AsyncIterator[Clus
     cluster = Cluster.of(folder, model, settings={"session.token": TOKEN})
     cluster.overrides = {name: names.process(name) for name in cluster.nodes}
     cluster.tls = ClientTls(str(names.ours.ca), str(names.client.cert), str(names.client.key))
-    try:
-        cluster.launch_all()
-        await cluster.ready()
+    async with cluster.started():
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def refusal(address: str, *flags: str) -> str:

@@ -29,12 +29,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Itera
     settings: dict[str, object] = {"transport.ucx_tls": "tcp,self", "transport.connector": "nixl"}
     cluster = Cluster.of(tmp_path_factory.mktemp("slow"), tiny_llama, settings=settings)
     cluster.entries |= {name: Path(slow_worker.__file__) for name in ("prefill-0", "decode-0")}
-    try:
-        cluster.launch_all()
-        asyncio.run(cluster.ready())
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def test_the_guilty_stage_is_named(cluster: Cluster) -> None:

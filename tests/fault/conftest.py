@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,8 @@ def running_farm(
         "decode.engine.num_blocks": 900,
     }
     cluster = Cluster.of(tmp_path_factory.mktemp("farm"), long_llama, 2, 2, settings)
-    try:
-        cluster.launch_all()
-        asyncio.run(cluster.ready())
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

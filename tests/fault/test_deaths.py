@@ -5,18 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 from load import all_kinds, check_all_same, check_same, prompt
 
 from clusters import Cluster
-
-
-async def metrics(cluster: Cluster) -> dict[str, float]:
-    """What the router's scrape shows, by name and labels."""
-    async with httpx.AsyncClient(timeout=60) as http:
-        text = (await http.get(f"http://127.0.0.1:{cluster.http_port}/metrics")).text
-    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, _, value in lines}
 
 
 async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -> None:
@@ -34,7 +25,7 @@ async def test_decode_worker_dies_in_the_middle_of_many_streams(farm: Cluster) -
         (survivor,) = {"decode-0", "decode-1"} - set(killed)
         assert {answer.decode_worker for answer in got if answer.usage.redispatches} == {survivor}
         await farm.all_free()
-        found = await metrics(farm)
+        found = await farm.metrics()
         assert found['twinpool_router_redispatches_total{reason="worker_lost"}'] > 0
         assert found[f'twinpool_worker_up{{role="decode",worker="{killed[0]}"}}'] == 0
         decode = f'{{role="decode",worker="{survivor}"}}'

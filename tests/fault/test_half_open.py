@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from black_hole import Proxy
-from load import all_kinds, check_all_same, prompt
+from load import FLOOD, all_kinds, check_all_same, flood, prompt
 
 from clusters import Cluster, is_free
-from twinpool.results import Status, WorkerStatus
+from twinpool.results import Status
 
 FRONT = "127.0.0.2"
 BACK_S = 30.0
@@ -58,11 +58,9 @@ def running_wired(
     cluster.overrides["router"] = {"router.workers": fronts}
     wires = Wires(cluster)
     try:
-        cluster.launch_all()
-        asyncio.run(cluster.ready())
-        yield cluster, wires
+        with cluster.running():
+            yield cluster, wires
     finally:
-        cluster.stop()
         wires.close()
 
 
@@ -74,16 +72,6 @@ async def wired(running_wired: tuple[Cluster, Wires]) -> tuple[Cluster, Wires]:
     return cluster, wires
 
 
-def whole(status: Status) -> bool:
-    """Every worker alive, linked and free."""
-    links = sum(link.linked for worker in status.workers for link in worker.links)
-    return all(worker.state == "alive" for worker in status.workers) and links == 4 and is_free(status)
-
-
-def busiest(status: Status, role: str) -> WorkerStatus:
-    return max((worker for worker in status.workers if worker.role == role), key=lambda worker: worker.running)
-
-
 async def test_decode_worker_is_cut_off_from_the_router(wired: tuple[Cluster, Wires]) -> None:
     cluster, wires = wired
     async with cluster.client() as client:
@@ -91,8 +79,7 @@ async def test_decode_worker_is_cut_off_from_the_router(wired: tuple[Cluster, Wi
         victims: list[str] = []
 
         async def cut() -> None:
-            status = await cluster.until(lambda status: busiest(status, "decode").running > 0)
-            victims.append(busiest(status, "decode").worker_id)
+            victims.append(await cluster.busy("decode"))
             wires.worker[victims[0]].cut()
 
         got = await all_kinds(client, 300, after=60, then=cut)
@@ -104,7 +91,7 @@ async def test_decode_worker_is_cut_off_from_the_router(wired: tuple[Cluster, Wi
         # It has noticed as well: the same process is back, and what it ran for the lost session is gone.
         process = cluster.nodes[victims[0]].process
         wires.mend()
-        await cluster.until(whole, BACK_S)
+        await cluster.all_back(BACK_S)
         assert process is not None
         assert process.poll() is None
         assert "no sign of life from the router" in cluster.log(victims[0])
@@ -116,18 +103,16 @@ async def test_prefill_worker_is_cut_off_from_the_router(wired: tuple[Cluster, W
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     async with cluster.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
-        running = [asyncio.create_task(client.generate(ids, cache_salt="disturbed", **options)) for ids in prompts]
-        status = await cluster.until(lambda status: busiest(status, "prefill").running > 0)
-        wires.worker[busiest(status, "prefill").worker_id].cut()
+        running = flood(client, prompts, **options)
+        wires.worker[await cluster.busy("prefill")].cut()
         got = await asyncio.gather(*running)
-        check_all_same(got, wanted)
+        check_all_same(got, wanted * FLOOD)
         assert sum(answer.usage.redispatches for answer in got) > 0
         await cluster.all_free()
         wires.mend()
-        await cluster.until(whole, BACK_S)
+        await cluster.all_back(BACK_S)
 
 
-@pytest.mark.slow
 async def test_prefill_workers_are_cut_off_from_decode(wired: tuple[Cluster, Wires]) -> None:
     """One kv.v1 port is dead while both still answer the router: the other prefill worker takes over."""
     cluster, wires = wired
@@ -135,16 +120,12 @@ async def test_prefill_workers_are_cut_off_from_decode(wired: tuple[Cluster, Wir
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     async with cluster.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
-        # As many as keep both prefill workers at it until one is cut off.
-        salts = [f"disturbed {number}" for number in range(4)]
-        running = [
-            asyncio.create_task(client.generate(ids, cache_salt=salt, **options)) for salt in salts for ids in prompts
-        ]
-        status = await cluster.until(lambda status: any(worker.loading for worker in status.workers))
-        victim = busiest(status, "prefill").worker_id
+        running = flood(client, prompts, **options)
+        await cluster.until(lambda status: any(worker.loading for worker in status.workers))
+        victim = await cluster.busy("prefill")
         wires.kv[victim].cut()
         got = await asyncio.gather(*running)
-        check_all_same(got, wanted * len(salts))
+        check_all_same(got, wanted * FLOOD)
         assert sum(answer.usage.redispatches for answer in got) > 0
 
         def unlinked(status: Status) -> bool:
@@ -155,6 +136,6 @@ async def test_prefill_workers_are_cut_off_from_decode(wired: tuple[Cluster, Wir
         await cluster.until(unlinked)
         assert "no sign of life from decode-" in cluster.log(victim)
         wires.mend()
-        await cluster.until(whole, BACK_S)
+        await cluster.all_back(BACK_S)
         again = [await client.generate(ids, cache_salt="after", **options) for ids in prompts[:2]]
         check_all_same(again, wanted[:2])

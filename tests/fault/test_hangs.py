@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import Any
 
-from load import all_kinds, check_all_same, prompt
+from load import FLOOD, all_kinds, check_all_same, flood, prompt
 
 from clusters import Cluster, is_free
 from twinpool.results import Status, WorkerStatus
@@ -59,17 +59,13 @@ async def test_prefill_worker_hangs_while_decode_reads(farm: Cluster) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
     async with farm.client() as client:
         wanted = [await client.generate(ids, cache_salt="calm", **options) for ids in prompts]
-        # As many as keep both prefill workers at it until one is stopped.
-        salts = [f"disturbed {number}" for number in range(4)]
-        running = [
-            asyncio.create_task(client.generate(ids, cache_salt=salt, **options)) for salt in salts for ids in prompts
-        ]
+        running = flood(client, prompts, **options)
         # Decode reads the first chunks while the rest is computed.
         await farm.until(lambda status: any(worker.loading for worker in status.workers))
         stopped = await farm.busy("prefill")
         farm.signal(stopped, signal.SIGSTOP)
         got = await asyncio.gather(*running)
-        check_all_same(got, wanted * len(salts))
+        check_all_same(got, wanted * FLOOD)
         assert sum(answer.usage.redispatches for answer in got) > 0
         # Its reads are fenced, so the destinations are free although it never answered.
         status = await farm.all_free()

@@ -34,12 +34,8 @@ def running_pools(tmp_path_factory: pytest.TempPathFactory, long_llama: Path, pa
     cluster = Cluster.of(tmp_path_factory.mktemp("pools"), long_llama, settings=settings)
     cluster.entries["prefill-0"] = Path(still_source.__file__)
     cluster.entries["decode-0"] = Path(unhurried_worker.__file__)
-    try:
-        cluster.launch_all()
-        asyncio.run(cluster.ready())
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

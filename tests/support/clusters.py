@@ -12,11 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
+import httpx
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -150,6 +151,26 @@ class Cluster:
         for name in self.nodes:
             self.launch(name)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Cluster]:
+        """Ready within the block, stopped after it; for fixtures of a module, which have no event loop."""
+        try:
+            self.launch_all()
+            asyncio.run(self.ready())
+            yield self
+        finally:
+            self.stop()
+
+    @contextlib.asynccontextmanager
+    async def started(self) -> AsyncIterator[Cluster]:
+        """The same within an event loop."""
+        try:
+            self.launch_all()
+            await self.ready()
+            yield self
+        finally:
+            self.stop()
+
     def signal(self, name: str, signum: signal.Signals) -> None:
         process = self.nodes[name].process
         assert process is not None
@@ -180,15 +201,19 @@ class Cluster:
             else:
                 node.process.send_signal(signal.SIGCONT)
         await self.ready()
+        return await self.all_back(timeout_s)
+
+    async def all_back(self, timeout_s: float) -> Status:
+        """Waits until every worker is alive, linked and free."""
+        return await self.until(lambda status: self.is_linked(status) and is_free(status), timeout_s)
+
+    def is_linked(self, status: Status) -> bool:
+        """Whether every worker is alive and every decode worker linked with every prefill worker."""
         roles = [node.role for node in self.nodes.values()]
-
-        def whole(status: Status) -> bool:
-            alive = [worker for worker in status.workers if worker.state == "alive"]
-            links = sum(link.linked for worker in alive for link in worker.links)
-            wanted = roles.count("prefill") * roles.count("decode")
-            return len(alive) == len(roles) - 1 and links == wanted and is_free(status)
-
-        return await self.until(whole, timeout_s)
+        alive = [worker for worker in status.workers if worker.state == "alive"]
+        links = sum(link.linked for worker in alive for link in worker.links)
+        num_prefill, num_decode = roles.count("prefill"), roles.count("decode")
+        return len(alive) == num_prefill + num_decode and links == num_prefill * num_decode
 
     async def ready(self) -> None:
         """Waits until the router can serve; fails with the logs of a process that died."""
@@ -213,6 +238,13 @@ class Cluster:
                             return
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.1)
+
+    async def metrics(self) -> dict[str, float]:
+        """What the router's scrape shows, by name and labels."""
+        async with httpx.AsyncClient(timeout=60) as http:
+            text = (await http.get(f"http://127.0.0.1:{self.http_port}/metrics")).text
+        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
 
     async def busy(self, role: str) -> str:
         """The worker of a pool that has the most requests, once one has some: which one that is, the router decides."""

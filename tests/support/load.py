@@ -68,6 +68,18 @@ async def stream(
     return answer.result
 
 
+FLOOD = 4
+
+
+def flood(client: AsyncClient, prompts: Sequence[list[int]], **options: Any) -> list[asyncio.Task[Completion]]:
+    """``FLOOD`` requests for each prompt, none cached: prefill workers stay at it until one of them is disturbed.
+
+    Answers come in the order of ``[*prompts] * FLOOD``.
+    """
+    salts = [f"flood {number}" for number in range(FLOOD)]
+    return [asyncio.create_task(client.generate(ids, cache_salt=salt, **options)) for salt in salts for ids in prompts]
+
+
 async def all_kinds(client: AsyncClient, max_tokens: int, **first: Any) -> list[Completion]:
     """Ten streams at once, each kind twice; ``first`` are arguments of the first one (when to act, and how)."""
 
