@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import time
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from twinpool.cache import cache_folder
 from twinpool.kernels.interface import CpuSampling, Kernels, RowSampling
 from twinpool.kernels.native import DTYPES, NativeKernels
-from twinpool.kernels.native_library import Level, NativeUnavailable, load_library
+from twinpool.kernels.native_library import Level, NativeLibrary, NativeUnavailable, load_library
 from twinpool.kernels.native_sampling import NativeSampling
 from twinpool.kernels.reference import ReferenceKernels
 from twinpool.kernels.tiles import DEFAULT_TILES, AttentionWorkload, Tiles, Tuning
@@ -42,15 +44,23 @@ def kernels_for(
         return ReferenceKernels(prepack=True)
     if device.type != "cpu" or dtype not in DTYPES:
         raise NativeUnavailable(f"native kernels are for float32 and bfloat16 on CPU, not for {dtype} on {device}")
-    try:
-        library = load_library(cache_folder(), Level.of_machine())
-    except NativeUnavailable as error:
+    library = native_library(cache_folder())
+    if isinstance(library, NativeUnavailable):
         if name == "native":
-            raise
-        log.warning("kernels: reference (torch), several times slower than native ones: %s", error)
+            raise library
+        log.warning("kernels: reference (torch), several times slower than native ones: %s", library)
         return ReferenceKernels(prepack=True)
     log.info("kernels: native, %s, %s", library.level.name.lower(), library.compiler)
     return NativeKernels(library, threads=threads)
+
+
+@functools.cache
+def native_library(cache: Path) -> NativeLibrary | NativeUnavailable:
+    """This machine's library, or why there is none; kernels and sampling ask for it, and it is looked for once."""
+    try:
+        return load_library(cache, Level.of_machine())
+    except NativeUnavailable as error:
+        return error
 
 
 def _for_cuda(device: torch.device, workload: AttentionWorkload | None) -> Kernels:
@@ -91,8 +101,7 @@ def cpu_sampling_for(name: KernelName, device: torch.device) -> CpuSampling | No
     """
     if device.type != "cpu" or name == "reference":
         return None
-    try:
-        library = load_library(cache_folder(), Level.of_machine())
-    except NativeUnavailable:
+    library = native_library(cache_folder())
+    if isinstance(library, NativeUnavailable):
         return None
     return NativeSampling(library, threads=torch.get_num_threads())

@@ -5,19 +5,28 @@ import platform
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from twinpool.cache import cache_folder
-from twinpool.kernels.choice import cpu_sampling_for, kernels_for
+from twinpool.kernels.choice import cpu_sampling_for, kernels_for, native_library
 from twinpool.kernels.native import NativeKernels
 from twinpool.kernels.native_library import FLAGS, SOURCE, Level, NativeUnavailable, load_library
 from twinpool.kernels.native_sampling import NativeSampling
 from twinpool.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    """Each test is a process that has not asked for the library yet, and leaves one."""
+    native_library.cache_clear()
+    yield
+    native_library.cache_clear()
 
 
 @pytest.fixture
@@ -85,6 +94,14 @@ def test_a_compiler_that_fails_is_quoted(compiler: Path, tmp_path: Path, monkeyp
     with pytest.raises(NativeUnavailable, match="error: no such thing"):
         kernels_for("native", CPU, torch.float32, 1)
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_a_compiler_that_fails_is_run_once(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho called >> {tmp_path}/calls\nexit 1\n')
+    monkeypatch.setenv("TWINPOOL_CACHE", str(tmp_path / "cache"))
+    assert isinstance(kernels_for("auto", CPU, torch.float32, 1), ReferenceKernels)
+    assert cpu_sampling_for("auto", CPU) is None
+    assert (tmp_path / "calls").read_text().split() == ["called"]
 
 
 def test_a_cache_that_cannot_be_written(compiler: Path, tmp_path: Path) -> None:
